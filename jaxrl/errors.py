@@ -25,6 +25,10 @@ class DriverError(JaxrlError):
     """The decode driver is not running, or an engine step failed; the cause is chained."""
 
 
+class RolloutError(JaxrlError):
+    """An episode failed or returned a malformed trajectory; the message names its sample id."""
+
+
 class DeadlineError(JaxrlError, TimeoutError):
     """A bounded wait ended without what it waited for; the message names what that was."""
 

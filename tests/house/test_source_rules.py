@@ -97,7 +97,8 @@ def _blocking_in_async(tree: ast.Module) -> list[tuple[int, str]]:
             name = _dotted(node.func)
             method = node.func.attr if isinstance(node.func, ast.Attribute) else ""
             # A lock or a thread that is waited for without a bound stops every other coroutine.
-            unbounded = method in {"acquire", "join", "result"} and not node.args + node.keywords
+            waits = method in {"acquire", "join"} or (method == "result" and "future" in name)
+            unbounded = waits and not node.args + node.keywords
             if name in BLOCKING_CALLS or method in BLOCKING_METHODS or unbounded:
                 found.append((node.lineno, name or method))
         for child in ast.iter_child_nodes(node):
