@@ -1,0 +1,232 @@
+"""Command lines to records. Nothing here imports jax, so that a typo is refused at once.
+
+absl reads the flags (`--name=value`, `--name value`, `--noname`, `--flagfile`), the config classes
+say which flags there are and check the values. The overrides of `ml_collections` are written the
+same way, but that package sets attributes, which frozen dataclasses refuse, and knows neither
+`Literal` nor rules between fields.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+from jaxrl.config import kinds, rules
+from jaxrl.config.experiment import ExperimentConfig
+from jaxrl.config.files import load_config_file
+from jaxrl.config.overrides import apply_overrides, parse_field, resolve
+from jaxrl.config.schema import common, leaf_fields, required, section, section_info
+from jaxrl.config.sections import MAX_SEED
+from jaxrl.config.serialize import load_config
+from jaxrl.errors import ConfigError
+
+_CONFIG = "config."
+
+
+@section("--")
+class TrainOptions:
+    """Flags of `jaxrl train`."""
+
+    config: str = required("Python file with get_config(), or the config.json of a run")
+
+
+@section("--")
+class EvalOptions:
+    """Flags of `jaxrl eval`."""
+
+    run: str = required("output folder of a run")
+    version: int = common(
+        -1, "weight version to evaluate", rules.at_least(-1, "-1: the newest published one")
+    )
+
+
+@section("--")
+class GenerateOptions:
+    """Flags of `jaxrl generate`, and the prompt."""
+
+    prompt: str = required("the text to complete", rules.non_empty())
+    run: str = required("output folder of a run")
+    version: int = common(
+        -1, "weight version to sample from", rules.at_least(-1, "-1: the newest published one")
+    )
+    temperature: float | None = common(
+        None, "sampling temperature; none for eval.temperature of the run", rules.at_least(0)
+    )
+    max_new_tokens: int | None = common(
+        None, "longest completion in tokens; none for rollout.max_new_tokens", rules.at_least(1)
+    )
+    seed: int = common(0, "seed of the sampling", rules.within(0, MAX_SEED))
+    n: int = common(1, "number of completions", rules.at_least(1))
+
+    def check(self) -> None:
+        """Several greedy completions would all be the same."""
+        if self.n > 1 and self.temperature == 0:
+            raise ConfigError(f"--n={self.n} must be 1 when sampling is greedy: set --temperature")
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """One command: `module.run` does it, `positional` is the option given without a flag."""
+
+    name: str
+    summary: str
+    usage: str
+    module: str
+    options: type
+    positional: str | None = None
+
+
+COMMANDS: dict[str, Command] = {
+    command.name: command
+    for command in (
+        Command(
+            "train",
+            "Train a model as a config file says, or go on with an interrupted run.",
+            "jaxrl train --config=FILE [--config.SECTION.FIELD=VALUE ...]",
+            "jaxrl.cli.train",
+            TrainOptions,
+        ),
+        Command(
+            "eval",
+            "Evaluate a published weight version of a run on its held-out prompts.",
+            "jaxrl eval --run=DIR [--version=N] [--config.SECTION.FIELD=VALUE ...]",
+            "jaxrl.cli.evaluate",
+            EvalOptions,
+        ),
+        Command(
+            "generate",
+            "Complete a prompt with a published weight version of a run.",
+            'jaxrl generate "PROMPT" --run=DIR [--version=N] [--temperature=T] ...',
+            "jaxrl.cli.generate",
+            GenerateOptions,
+            positional="prompt",
+        ),
+    )
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """A parsed command line.
+
+    `options` is the record of the command's own flags (`TrainOptions`, `EvalOptions`,
+    `GenerateOptions`), `config` the validated config with `overrides` (path -> text) applied:
+    that of the config file, or of the run's config.json.
+    """
+
+    command: str
+    options: Any
+    config: ExperimentConfig
+    overrides: Mapping[str, str]
+
+
+def find_command(name: str) -> Command:
+    """Name -> command. Raises `ConfigError` with the commands there are."""
+    if name not in COMMANDS:
+        hint = kinds.did_you_mean(name, COMMANDS) or f"; there are {', '.join(COMMANDS)}"
+        raise ConfigError(f"unknown command {name!r}{hint}")
+    return COMMANDS[name]
+
+
+def parse_arguments(command: Command, argv: Sequence[str]) -> Arguments:
+    """Arguments after the command's name -> the record. Raises `ConfigError`."""
+    given, words = _read_flags(command, argv)
+    overrides = {k.removeprefix(_CONFIG): v for k, v in given.items() if k.startswith(_CONFIG)}
+    options = _read_options(command, given, words)
+    if command.name == "train":
+        config = load_config_file(options.config)
+    else:
+        config = load_config(Path(options.run) / "config.json")
+    config = apply_overrides(config, overrides)
+    if isinstance(options, GenerateOptions):
+        options = _with_defaults(options, config)
+    return Arguments(command.name, options, config, overrides)
+
+
+def option_flags(command: Command) -> Iterator[tuple[str, Any]]:
+    """(flag without dashes, field) of the command's own flags."""
+    for field in section_info(command.options).fields.values():
+        if field.name != command.positional:
+            yield field.path.removeprefix("--"), field
+
+
+def _read_flags(command: Command, argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """(flag -> its text, in which the last one wins; arguments that are no flags)."""
+    values = flags.FlagValues()
+    values.set_gnu_getopt(True)  # flags may follow the prompt
+    known = dict(option_flags(command))
+    known |= {_CONFIG + path: field for path, field in leaf_fields(ExperimentConfig)}
+    known |= {_CONFIG + path: field for path, field in _deprecated_paths(ExperimentConfig)}
+    for name, field in known.items():
+        boolean = field is not None and field.kind is bool
+        flag = flags.Flag(
+            flags.ArgumentParser(), flags.ArgumentSerializer(), name, None, "", boolean=boolean
+        )
+        values[name] = flag
+    try:
+        words = values([command.name, *argv])[1:]
+    except flags.UnrecognizedFlagError as error:
+        raise _unknown_flag(command, error.flagname) from None
+    except flags.Error as error:
+        raise ConfigError(str(error)) from None
+    return {name: values[name].value for name in known if values[name].present}, words
+
+
+def _deprecated_paths(cls: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted path that once was a field, the field that replaced it or None).
+
+    They are still understood, or refused with the reason.
+    """
+    info = section_info(cls)
+    for name, entry in info.deprecated.items():
+        yield prefix + name, info.fields.get(entry.to)
+    for field in info.fields.values():
+        if section_info(field.kind) is not None:
+            yield from _deprecated_paths(field.kind, f"{prefix}{field.name}.")
+
+
+def _unknown_flag(command: Command, name: str) -> ConfigError:
+    if name.startswith(_CONFIG):
+        try:
+            resolve(ExperimentConfig, name.removeprefix(_CONFIG))
+        except ConfigError as error:
+            return error
+    own = [flag for flag, _ in option_flags(command)]
+    hint = kinds.did_you_mean(name, own, prefix="--")
+    return ConfigError(f"unknown flag --{name}{hint or f'; see jaxrl {command.name} --help'}")
+
+
+def _read_options(command: Command, given: Mapping[str, str], words: Sequence[str]) -> Any:
+    """The command's own flags and its positional argument -> its options, checked."""
+    values = {
+        field.name: parse_field(field, given[flag])
+        for flag, field in option_flags(command)
+        if flag in given
+    }
+    if command.positional is not None:
+        if len(words) != 1:
+            raise ConfigError(
+                f"{command.name} takes one {command.positional} (in quotes), got {len(words)}: "
+                f"{command.usage}"
+            )
+        values[command.positional] = words[0]
+    elif words:
+        raise ConfigError(
+            f"unexpected argument {words[0]!r}; values of true-or-false flags need a =, as in "
+            "--config.observe.plots=false"
+        )
+    return command.options(**values)
+
+
+def _with_defaults(options: GenerateOptions, config: ExperimentConfig) -> GenerateOptions:
+    """What was left open is taken from the run's config."""
+    temperature, longest = options.temperature, options.max_new_tokens
+    return dataclasses.replace(
+        options,
+        temperature=config.eval.temperature if temperature is None else temperature,
+        max_new_tokens=config.rollout.max_new_tokens if longest is None else longest,
+    )

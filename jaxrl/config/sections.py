@@ -1,0 +1,279 @@
+"""The sections of the configuration. Each field says what it does and which values it accepts."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from jaxrl.config import rules
+from jaxrl.config.schema import common, demand, rare, required, section, section_info
+
+Dtype = Literal["float32", "bfloat16"]
+Schedule = Literal["constant", "linear", "cosine"]
+MAX_SEED = 2**31 - 1
+
+
+@section("model.")
+class ModelConfig:
+    """Shape of the decoder (pre-norm, grouped-query attention, RoPE, SwiGLU)."""
+
+    n_layers: int = common(4, "decoder layers", rules.at_least(1))
+    d_model: int = common(256, "width of the residual stream", rules.at_least(1))
+    n_heads: int = common(4, "query heads; a multiple of n_kv_heads", rules.at_least(1))
+    n_kv_heads: int = common(2, "key and value heads", rules.at_least(1))
+    head_dim: int = common(64, "width of one head; even, for RoPE", rules.at_least(2))
+    mlp_dim: int = common(1024, "width of the MLP", rules.at_least(1))
+    vocab_size: int = common(
+        0, "number of token ids", rules.at_least(0, "0: the size of data.tokenizer")
+    )
+    max_length: int = common(
+        512, "longest sequence in tokens, prompt and completion together", rules.at_least(2)
+    )
+    rope_theta: float = rare(10000.0, "base of the rotary frequencies", rules.above(0))
+    norm_eps: float = rare(1e-6, "added to the variance in RMSNorm", rules.above(0))
+    qk_norm: bool = rare(False, "normalise queries and keys per head")
+    tie_embeddings: bool = rare(True, "use the token embedding as output projection too")
+    scan_layers: bool = rare(
+        False, "scan over the layers: compiles faster, runs slower where there are few layers"
+    )
+    remat: Literal["none", "full"] = rare(
+        "none", "what the backward pass recomputes to save memory: nothing, or every layer"
+    )
+    dtype: Dtype = rare("float32", "type of the computation")
+    param_dtype: Dtype = rare("float32", "type in which weights are kept and updated")
+
+    def check(self) -> None:
+        """Heads divide among key and value heads; a head splits into pairs."""
+        demand(
+            self.n_heads % self.n_kv_heads == 0,
+            "model.n_heads",
+            self.n_heads,
+            f"a multiple of model.n_kv_heads={self.n_kv_heads}",
+        )
+        demand(self.head_dim % 2 == 0, "model.head_dim", self.head_dim, "even")
+
+
+@section("mesh.")
+class MeshConfig:
+    """Sizes of the mesh axes; their product is the number of devices."""
+
+    data: int = common(-1, "copies of the weights; rows of a batch divide here", rules.axis_size())
+    fsdp: int = common(1, "weights divide here and are gathered for use", rules.axis_size())
+    tensor: int = common(1, "heads, MLP and vocabulary divide here", rules.axis_size())
+    context: int = rare(1, "the length of a sequence divides here", rules.axis_size())
+    expert: int = rare(1, "experts divide here", rules.axis_size())
+    expert_tensor: int = rare(1, "the MLP within an expert divides here", rules.axis_size())
+
+    def sizes(self) -> dict[str, int]:
+        """Axis -> size, the keyword arguments of `jaxrl.sharding.make_mesh`."""
+        return {name: getattr(self, name) for name in section_info(self).fields}
+
+    def check(self) -> None:
+        """At most one axis takes what the others leave."""
+        free = [name for name, size in self.sizes().items() if size == -1]
+        if len(free) > 1:
+            demand(False, f"mesh.{free[1]}", -1, f"a number: mesh.{free[0]} is -1 already")
+
+
+@section("data.")
+class DataConfig:
+    """Where prompts and their answers come from."""
+
+    source: Literal["reasoning_gym", "jsonl"] = required(
+        "kind of source: reasoning_gym generates the data set named by task, jsonl reads path"
+    )
+    task: str = common("", "name of a reasoning-gym data set; needed by source reasoning_gym")
+    task_options: dict[str, Any] = common(dict, "options of that data set, as its own config")
+    path: str = common("", "JSON-lines file with question and answer; needed by source jsonl")
+    train_size: int = common(1000, "number of training prompts", rules.at_least(1))
+    eval_size: int = common(200, "number of held-out evaluation prompts", rules.at_least(1))
+    prompt_template: str = common(
+        "{question}",
+        "text of the prompt around the question; may name metadata of the examples too",
+        rules.template(),
+    )
+    tokenizer: str = common(
+        "chars", 'tokenizer: "chars", "bytes", or path of a tokenizer.json', rules.non_empty()
+    )
+    max_prompt_tokens: int = common(
+        128, "longest prompt in tokens; longer ones are an error", rules.at_least(1)
+    )
+    train_seed: int = rare(0, "seed of the training prompts", rules.within(0, MAX_SEED))
+    eval_seed: int = rare(1, "seed of the evaluation prompts", rules.within(0, MAX_SEED))
+
+    def check(self) -> None:
+        """Each source has its own field; those of the other one must stay empty."""
+        gym = self.source == "reasoning_gym"
+        needed, other = ("task", "path") if gym else ("path", "task")
+        why = f"data.source={self.source!r}"
+        value, unused = getattr(self, needed), getattr(self, other)
+        demand(bool(value), f"data.{needed}", value, f"non-empty, because of {why}")
+        demand(not unused, f"data.{other}", unused, f"empty, because of {why}")
+        options = self.task_options
+        demand(gym or not options, "data.task_options", options, f"empty, because of {why}")
+
+
+@section("sft.")
+class SFTConfig:
+    """Cold start: supervised training on the reference answers before RL."""
+
+    steps: int = common(0, "optimizer updates", rules.at_least(0, "0: no cold start"))
+    batch_size: int = common(32, "sequences per update", rules.at_least(1))
+    learning_rate: float = common(3e-4, "peak learning rate of AdamW", rules.above(0))
+    micro_batches: int = rare(1, "parts of a batch, as train.micro_batches", rules.at_least(1))
+    warmup_steps: int = rare(0, "updates of linear warm-up; at most steps", rules.at_least(0))
+    schedule: Schedule = rare("cosine", "course of the learning rate after the warm-up")
+    grad_clip: float = rare(1.0, "largest gradient norm", rules.at_least(0, "0: no clipping"))
+    weight_decay: float = rare(0.0, "decoupled weight decay", rules.at_least(0))
+
+    def check(self) -> None:
+        """The warm-up fits into the updates."""
+        if self.steps:
+            _check_warmup("sft", self.warmup_steps, self.steps)
+
+
+@section("train.")
+class TrainConfig:
+    """The RL updates. One batch gives exactly one optimizer update and one weight version."""
+
+    steps: int = common(100, "RL updates", rules.at_least(0, "0: no RL"))
+    batch_size: int = common(
+        64, "trajectories per update; a multiple of rollout.group_size", rules.at_least(1)
+    )
+    learning_rate: float = common(1e-5, "peak learning rate of AdamW", rules.above(0))
+    warmup_steps: int = common(0, "updates of linear warm-up; at most steps", rules.at_least(0))
+    schedule: Schedule = common("constant", "course of the learning rate after the warm-up")
+    micro_batches: int = common(
+        1, "parts in which a batch goes through the model, to save memory", rules.at_least(1)
+    )
+    grad_clip: float = common(1.0, "largest gradient norm", rules.at_least(0, "0: no clipping"))
+    weight_decay: float = rare(0.0, "decoupled weight decay", rules.at_least(0))
+    b1: float = rare(0.9, "decay of AdamW's first moment", rules.below_one())
+    b2: float = rare(0.95, "decay of AdamW's second moment", rules.below_one())
+    eps: float = rare(1e-8, "added to the denominator of AdamW", rules.above(0))
+    row_length: int = rare(
+        0, "tokens in a row of the packed batch", rules.at_least(0, "0: model.max_length")
+    )
+    logprob_chunk: int = rare(
+        256, "tokens whose logits exist at once when log-probabilities are taken", rules.at_least(1)
+    )
+
+    def check(self) -> None:
+        """The warm-up fits into the updates."""
+        if self.steps:
+            _check_warmup("train", self.warmup_steps, self.steps)
+
+
+def _check_warmup(name: str, warmup_steps: int, steps: int) -> None:
+    rule = f"at most {name}.steps={steps}"
+    demand(warmup_steps <= steps, f"{name}.warmup_steps", warmup_steps, rule)
+
+
+@section("algorithm.")
+class AlgorithmConfig:
+    """The objective: GRPO (arXiv:2402.03300), decoupled for stale data (arXiv:2505.24298)."""
+
+    loss: Literal["grpo"] = common("grpo", "the objective")
+    clip_low: float = common(0.2, "the ratio is clipped below at 1 - clip_low", rules.within(0, 1))
+    clip_high: float = common(0.2, "the ratio is clipped above at 1 + clip_high", rules.at_least(0))
+    normalize_std: bool = common(True, "divide advantages by the standard deviation of their group")
+    normalisation: Literal["token", "sequence"] = common(
+        "token", "what weighs the same in the loss: every token, or every sequence"
+    )
+    kl_coef: float = common(
+        0.0, "weight of the KL penalty towards the weights RL began with", rules.at_least(0)
+    )
+    decoupled: bool = rare(
+        True, "separate the policy that sampled from the one the ratio is clipped against"
+    )
+    behavior_weight_cap: float = rare(
+        5.0, "cap of the weight exp(prox_logp - behavior_logp)", rules.at_least(0, "0: no cap")
+    )
+
+
+@section("rollout.")
+class RolloutConfig:
+    """How trajectories are sampled, and how far sampling may run ahead of training."""
+
+    max_staleness: int = common(
+        1, "most updates between the weights of a token and its use", rules.at_least(0)
+    )
+    group_size: int = common(8, "samples per prompt", rules.at_least(1))
+    max_new_tokens: int = common(128, "longest completion in tokens", rules.at_least(1))
+    temperature: float = common(1.0, "sampling temperature", rules.above(0))
+    slots: int = common(32, "sequences decoded at once", rules.at_least(1))
+    in_flight: Literal["finish", "continue", "recompute"] = common(
+        "continue",
+        "what a sequence does when new weights arrive: finish under the old ones, continue over "
+        "its cache, or recompute the cache",
+    )
+    steps_per_dispatch: int = rare(8, "tokens decoded per call of the device", rules.at_least(1))
+    prefill_buckets: tuple[int, ...] = rare(
+        (), "padded prompt lengths, each compiled once; () for powers of two", rules.increasing()
+    )
+    max_concurrent: int = rare(
+        0, "episodes running at once", rules.at_least(0, "0: enough to fill the slots")
+    )
+    episode_timeout_s: float = rare(120.0, "longest episode in seconds", rules.above(0))
+    max_retries: int = rare(2, "new attempts after a failed episode", rules.at_least(0))
+    wait_timeout_s: float = rare(
+        300.0, "longest wait of the trainer for a batch in seconds", rules.above(0)
+    )
+
+
+@section("rewards.")
+class RewardConfig:
+    """How completions are scored."""
+
+    scorer: str = common("exact", "the reward function", rules.scorer_name())
+    workers: int = common(1, "processes that score", rules.at_least(1))
+    timeout_s: float = common(5.0, "longest time for one score in seconds", rules.above(0))
+    on_error: Literal["raise", "reject"] = rare(
+        "raise", "what happens when a scorer fails or times out: the run stops, or the sample goes"
+    )
+
+
+@section("eval.")
+class EvalConfig:
+    """Evaluation on held-out prompts, on one pinned weight version."""
+
+    every: int = common(
+        0, "updates between evaluations", rules.at_least(0, "0: before and after training only")
+    )
+    size: int = common(200, "prompts; at most data.eval_size", rules.at_least(1))
+    temperature: float = rare(0.0, "sampling temperature", rules.at_least(0, "0: greedy"))
+    max_new_tokens: int = rare(
+        0, "longest completion in tokens", rules.at_least(0, "0: rollout.max_new_tokens")
+    )
+
+
+@section("checkpoint.")
+class CheckpointConfig:
+    """What is saved, when, and whether a run goes on from it."""
+
+    every: int = common(
+        0, "updates between full checkpoints", rules.at_least(0, "0: at the end only")
+    )
+    resume: Literal["auto", "never", "must"] = common(
+        "auto", "go on from output_dir: if a checkpoint is there, never, or fail without one"
+    )
+    keep: int = rare(2, "full checkpoints that are kept", rules.at_least(1))
+    publish_every: int = rare(
+        0,
+        "updates between weight versions written to disk",
+        rules.at_least(0, "0: the first and the last only"),
+    )
+
+
+@section("observe.")
+class ObserveConfig:
+    """What a run shows and records."""
+
+    progress: bool = common(True, "show progress on the terminal")
+    tensorboard: bool = common(True, "write TensorBoard events")
+    plots: bool = common(True, "draw plots at the end of the run (needs the extra `plots`)")
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = common(
+        "INFO", "least severity that is logged"
+    )
+    compilation_cache: str = rare(
+        "", 'folder of compiled programs; "" for one in the user\'s cache folder, "off" for none'
+    )
