@@ -1,0 +1,37 @@
+"""Handing weights over in memory: copies that survive the donation of the trainer's own arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.sharding import Sharding
+
+from jaxrl.sharding import reshard
+from jaxrl.types import WeightVersion
+from jaxrl.weights.digest import stamp
+
+
+def copy_to(params: Any, shardings: Any | Sharding | None = None) -> Any:
+    """A copy of `params` under `shardings`: a tree of them, one for all, or None for the same
+    layout.
+
+    Also across meshes and sets of devices. The copy never shares memory with `params`: the train
+    step donates those, and `jax.device_put` to an equal sharding would only give them a second
+    name.
+    """
+    if shardings is None:
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
+    return reshard(params, shardings)
+
+
+def publish(
+    params: Any, number: int, shardings: Any | Sharding | None = None
+) -> tuple[Any, WeightVersion]:
+    """The weights as version `number`: (a copy as from `copy_to`, its version with the digest).
+
+    The digest is that of the source; whoever receives the copy recomputes it there.
+    """
+    # The copy is dispatched first, so that devices are busy while the host waits for the digest.
+    copy = copy_to(params, shardings)
+    return copy, stamp(params, number)
