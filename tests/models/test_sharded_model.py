@@ -1,0 +1,162 @@
+"""On eight CPU devices, every way to split the model gives the numbers of one device."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.models.model import build_model, forward, init_cache, init_params, sequence_logprobs
+from jaxrl.sharding import DEFAULT_RULES, bytes_per_device, make_mesh, place
+
+MESHES = {
+    "fsdp": {"fsdp": 8},
+    "data x tensor": {"data": 4, "tensor": 2},
+    "data x fsdp x tensor": {"data": 2, "fsdp": 2, "tensor": 2},
+    "fsdp x context x tensor": {"fsdp": 2, "context": 2, "tensor": 2},
+}
+SIZES = {"n_layers": 2, "qk_norm": True, "scan_layers": True}
+
+
+def _split(mesh, *arrays):
+    sharding = DEFAULT_RULES.sharding(mesh, ("batch", "length"))
+    return [jax.device_put(x, sharding) for x in arrays]
+
+
+def _loss(model, mesh, params, tokens, positions):
+    segment_ids = 1 + (jnp.arange(tokens.shape[1]) >= 10)[None] + jnp.zeros_like(tokens)
+    logp, _ = sequence_logprobs(model, params, tokens, positions, segment_ids, chunk=32, mesh=mesh)
+    return logp.mean(), logp
+
+
+@pytest.fixture(scope="module")
+def expected(make_model, make_tokens):
+    """(loss, logp), gradients on one device."""
+    model, params = make_model(**SIZES)
+    loss = functools.partial(_loss, model, None)
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))(params, *make_tokens(8, 16))
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_sharded_logprobs_and_gradients_equal_one_device(make_model, make_tokens, expected, name):
+    mesh = make_mesh(**MESHES[name])
+    model, params = make_model(**SIZES)
+    placed = place(params, mesh, DEFAULT_RULES, axes_of=model.axes)
+    loss = functools.partial(_loss, model, mesh)
+
+    (value, logp), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(
+        placed, *_split(mesh, *make_tokens(8, 16))
+    )
+
+    (expected_value, expected_logp), expected_gradients = expected
+    np.testing.assert_allclose(value, expected_value, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(logp, expected_logp, rtol=0, atol=1e-5)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5),
+        gradients, expected_gradients,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_sharded_prefill_and_decode_equal_one_device(make_model, make_tokens, scan_layers):
+    mesh = make_mesh(data=2, fsdp=2, tensor=2)
+    model, params = make_model(n_layers=2, qk_norm=True, scan_layers=scan_layers)
+    placed = place(params, mesh, DEFAULT_RULES, axes_of=model.axes)
+    tokens, positions = make_tokens(8, 8)
+    expected, _ = forward(model, params, tokens, positions)
+
+    cache = init_cache(model, 8, 12, mesh=mesh)
+    step = jax.jit(functools.partial(forward, model, mesh=mesh))
+    hidden, cache = step(placed, tokens[:, :7], positions[:, :7], None, cache)
+    last, cache = step(placed, tokens[:, 7:], positions[:, 7:], None, cache)
+
+    np.testing.assert_allclose(hidden, expected[:, :7], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(last, expected[:, 7:], rtol=0, atol=1e-5)
+
+
+def test_sharded_batch_that_data_axes_do_not_divide_still_gives_the_numbers(
+    make_model, make_tokens
+):
+    mesh = make_mesh(data=4, tensor=2)
+    model, params = make_model(**SIZES)
+    placed = place(params, mesh, DEFAULT_RULES, axes_of=model.axes)
+    tokens, positions = make_tokens(1, 8)
+
+    hidden, _ = jax.jit(functools.partial(forward, model, mesh=mesh))(placed, tokens, positions)
+
+    expected, _ = forward(model, params, tokens, positions)
+    np.testing.assert_allclose(hidden, expected, rtol=0, atol=1e-5)
+
+
+def test_init_params_numbers_do_not_depend_on_the_mesh(make_model):
+    model, _ = make_model(**SIZES)
+    mesh = make_mesh(data=2, fsdp=2, tensor=2)
+
+    sharded, single = init_params(model, 5, mesh=mesh), init_params(model, 5)
+
+    jax.tree.map(np.testing.assert_array_equal, sharded, single)
+    assert jax.tree.map(lambda x: x.sharding, sharded) == model.shardings(mesh)
+    assert bytes_per_device(sharded) < 0.3 * bytes_per_device(single)
+
+
+def test_init_cache_is_split_over_rows_and_kv_heads(make_model):
+    model, _ = make_model(**SIZES)
+
+    cache = init_cache(model, 8, 12, mesh=make_mesh(data=2, fsdp=2, tensor=2))
+
+    assert cache.keys.addressable_shards[0].data.shape == (2, 2, 1, 12, 8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, r"attention/key.*dimension 1 \('kv_heads'\) of size 2 .*tensor=8"),
+        ({"n_heads": 8, "n_kv_heads": 8, "mlp_dim": 44}, r"mlp/down.*size 44 .*tensor=8"),
+        ({"n_heads": 8, "n_kv_heads": 8, "vocab_size": 60}, r"embedding.*\('vocab'\) of size 60"),
+    ],
+)
+def test_model_that_the_mesh_cannot_split_error_gives_path_and_numbers(make_model, changes, words):
+    config = make_model()[0].config
+    model = build_model(type(config)(**{**vars(config), **changes}))
+
+    with pytest.raises(ValueError, match=words):
+        init_params(model, 0, mesh=make_mesh(tensor=8))
+
+
+_COLLECTIVE = re.compile(
+    r"= (.*?) (?:all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
+)
+_ARRAY = re.compile(r"\w+\[([\d,]+)\]")
+
+
+def _collective_shapes(compiled_text: str) -> set[tuple[int, ...]]:
+    """Shapes of all results of collectives in an HLO text."""
+    results = _COLLECTIVE.findall(compiled_text)
+    return {
+        tuple(map(int, dims.split(","))) for result in results for dims in _ARRAY.findall(result)
+    }
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_fully_sharded_step_moves_weights_and_never_activations(make_model, make_tokens, pinned):
+    mesh = make_mesh(fsdp=8)
+    model, params = make_model(**SIZES)
+    placed = place(params, mesh, DEFAULT_RULES, axes_of=model.axes)
+    loss = functools.partial(_loss, model, mesh if pinned else None)
+    gradient = jax.jit(jax.grad(loss, has_aux=True), out_shardings=(model.shardings(mesh), None))
+
+    text = gradient.lower(placed, *_split(mesh, *make_tokens(8, 16))).compile().as_text()
+
+    of_weights = {shape for shape in _collective_shapes(text) if not _is_activation(shape)}
+    activations = _collective_shapes(text) - of_weights
+    assert of_weights
+    assert bool(activations) is not pinned  # without the pins, the compiler moves whole batches
+
+
+def _is_activation(shape: tuple[int, ...]) -> bool:
+    """Batch 8 and length 16 come first, in whole; no weight of this model has such a shape."""
+    return len(shape) > 2 and shape[:2] == (8, 16)
