@@ -1,0 +1,93 @@
+"""The jitted train step: gradients of all micro-batches, one optimizer update, metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from jaxrl.models.model import Model
+from jaxrl.sharding import Rules
+from jaxrl.train.objectives import Batch, Metrics, Objective
+from jaxrl.train.optimizer import Optimizer
+from jaxrl.train.state import TrainState
+
+Step = Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
+
+
+def make_step(
+    model: Model,
+    optimizer: Optimizer | optax.GradientTransformation,
+    objective: Objective,
+    *,
+    mesh: Mesh,
+    rules: Rules,
+    param_shardings: Any,
+) -> Step:
+    """(state, batch of [M, R/M, T]) -> (new state, metrics); to be jitted, the state donated.
+
+    M micro-batches are worked through one after the other. If the loss or the gradient is not
+    finite, the state comes back as it was and the metric "nonfinite" is 1.
+    """
+
+    def value_and_grad(params: Any, batch: Batch) -> tuple[Any, Metrics]:
+        def loss(params: Any) -> tuple[jax.Array, Metrics]:
+            return objective(model, params, batch, mesh=mesh, rules=rules)
+
+        grads, metrics = jax.grad(loss, has_aux=True)(params)
+        # Gradients are left where their weights are: a reduce-scatter instead of an all-reduce.
+        return jax.lax.with_sharding_constraint(grads, param_shardings), metrics
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+        grads, parts = accumulate(value_and_grad, state.params, batch)
+        grad_norm = optax.tree.norm(grads)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        finite = jnp.isfinite(parts.sums["loss"]) & jnp.isfinite(grad_norm)
+        updated = TrainState(params, opt_state, state.step + 1)
+        kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state)
+        metrics = finish_metrics(parts)
+        metrics |= {"grad_norm": grad_norm, "nonfinite": 1.0 - finite.astype(jnp.float32)}
+        if isinstance(optimizer, Optimizer):
+            metrics["learning_rate"] = jnp.float32(optimizer.schedule(state.step))
+        return kept, metrics
+
+    return step
+
+
+def accumulate(
+    value_and_grad: Callable[[Any, Batch], tuple[Any, Metrics]], params: Any, batch: Batch
+) -> tuple[Any, Metrics]:
+    """Sums over the leading dimension of `batch`: gradients (of the params' dtypes) and metrics.
+
+    Exact, because the weights of the tokens sum to 1 over all micro-batches: nothing is averaged.
+    """
+    count = batch["tokens"].shape[0]
+    first = {name: array[0] for name, array in batch.items()}
+    if count == 1:
+        return value_and_grad(params, first)
+    grads, metrics = jax.eval_shape(value_and_grad, params, first)
+    # Small gradients must not vanish in a large sum of low precision.
+    start = (
+        jax.tree.map(lambda g: jnp.zeros(g.shape, jnp.float32), grads),
+        jax.tree.map(lambda m: jnp.zeros(m.shape, m.dtype), metrics),
+    )
+
+    def add(total: tuple[Any, Metrics], batch: Batch) -> tuple[tuple[Any, Metrics], None]:
+        grads, metrics = value_and_grad(params, batch)
+        return (jax.tree.map(jnp.add, total[0], grads), total[1] + metrics), None
+
+    (summed, metrics), _ = jax.lax.scan(add, start, batch)
+    return jax.tree.map(lambda s, g: s.astype(g.dtype), summed, grads), metrics
+
+
+def finish_metrics(parts: Metrics) -> dict[str, jax.Array]:
+    """Means over the tokens of the loss, maxima, "loss" and "tokens"."""
+    sums: Mapping[str, jax.Array] = parts.sums
+    tokens = jnp.maximum(sums["tokens"], 1).astype(jnp.float32)
+    means = {name: sums[name] / tokens for name in sums if name not in ("loss", "tokens")}
+    return {"loss": sums["loss"], "tokens": sums["tokens"], **means, **parts.maxima}
