@@ -240,9 +240,6 @@ def _serve(shared: _Shared, ready: concurrent.futures.Future[None]) -> None:
 
 def _run(shared: _Shared, worker: WorkerProcess | None, job: _Job) -> WorkerProcess | None:
     """Score one job, in a new process if the last is gone; returns the one to go on with."""
-    if worker is not None and not worker.alive:
-        shared.discard(worker)
-        worker = None
     try:
         item = pickle.dumps((job.completion, job.reference), protocol=pickle.HIGHEST_PROTOCOL)
     except Exception as error:
@@ -250,11 +247,10 @@ def _run(shared: _Shared, worker: WorkerProcess | None, job: _Job) -> WorkerProc
         shared.finish(job, RewardResult(None, "error", detail))
         return worker
     try:
-        worker = worker or shared.spawn()
+        worker, result = _score(shared, worker, item)
     except RewardError as error:
         shared.finish(job, RewardResult(None, "error", str(error)))
         return None
-    result = worker.score(item)
     if worker.usable:
         shared.finish(job, result)
         return worker
@@ -265,3 +261,19 @@ def _run(shared: _Shared, worker: WorkerProcess | None, job: _Job) -> WorkerProc
     with contextlib.suppress(RewardError):
         return shared.spawn()
     return None
+
+
+def _score(
+    shared: _Shared, worker: WorkerProcess | None, item: bytes
+) -> tuple[WorkerProcess, RewardResult]:
+    """Score in `worker`; a process that was dead before the item started is replaced once.
+
+    Raises `RewardError` if no process can be started.
+    """
+    if worker is not None:
+        result = worker.score(item)
+        if worker.usable or worker.started:
+            return worker, result
+        shared.discard(worker)
+    worker = shared.spawn()
+    return worker, worker.score(item)

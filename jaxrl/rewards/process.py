@@ -68,6 +68,7 @@ class WorkerProcess:
         self._start_timeout_s = start_timeout_s
         self._buffer = bytearray()
         self.usable = True
+        self.started = False
         self._channel, theirs = socket.socketpair()
         with theirs:
             arguments = [theirs.fileno(), os.getpid(), timeout_s, "\n".join(sys.path)]
@@ -101,14 +102,15 @@ class WorkerProcess:
     def score(self, item: bytes) -> RewardResult:
         """Score one pickled (completion, reference). Not `usable` any more after a bad end.
 
-        The time limit counts from when the process has the item and starts the scorer.
+        The time limit counts from when the process has the item and starts the scorer; `started`
+        says whether it came to that.
         """
-        started = False
+        self.started = False
         try:
             self._send(item, self._start_timeout_s)
             message = self._receive(time.monotonic() + self._start_timeout_s)
             if message.get("event") == "started":
-                started = True
+                self.started = True
                 message = self._receive(time.monotonic() + self._timeout_s)
             if message.get("event") != "done":
                 raise _Died(_PROTOCOL)
@@ -116,7 +118,7 @@ class WorkerProcess:
         except _Died as error:
             result = RewardResult(None, "error", f"the reward process ended: {error}")
         except _Expired:
-            if started:
+            if self.started:
                 detail = f"ran longer than the limit of {self._timeout_s:g} s and was killed"
                 result = RewardResult(None, "timeout", f"the scorer {detail}")
             else:

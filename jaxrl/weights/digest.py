@@ -98,8 +98,7 @@ def _check_leaf(name: str, leaf: Any) -> None:
 
 
 def _layout(leaves: Sequence[Any]) -> tuple[Mesh | None, tuple[PartitionSpec, ...]]:
-    """The one mesh that the leaves are spread over, and their specs; no mesh if there is no
-    such."""
+    """The one mesh that the leaves are spread over, and their specs; (None, ()) without one."""
     shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
     meshes = {s.mesh for s in shardings if isinstance(s, NamedSharding)}
     spread = [s for s in shardings if s is not None and len(s.device_set) > 1]
@@ -113,8 +112,7 @@ def _layout(leaves: Sequence[Any]) -> tuple[Mesh | None, tuple[PartitionSpec, ..
 def _program(
     names: tuple[str, ...], mesh: Mesh | None, specs: tuple[PartitionSpec, ...]
 ) -> Callable[[list], jax.Array]:
-    """Jitted: list of leaves -> lanes uint32 [leaves, 4]; kept, so that it compiles once per
-    layout."""
+    """Jitted: list of leaves -> lanes uint32 [leaves, 4]; kept, to compile once per layout."""
     salts = [_constants(f"leaf {name}") for name in names]
 
     def whole(leaves: list[jax.Array]) -> jax.Array:

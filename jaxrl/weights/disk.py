@@ -1,5 +1,4 @@
-"""What the stores on disk share: quiet Orbax, directories that appear and vanish whole, clear
-errors."""
+"""What the stores on disk share: quiet Orbax, directories whole or absent, clear errors."""
 
 from __future__ import annotations
 
@@ -38,8 +37,7 @@ _SYSTEM_ERRORS = tuple(
 
 
 class _OrbaxFilter(logging.Filter):
-    """Drops what Orbax says through absl's logger: each of its failures also reaches us as an
-    exception."""
+    """Drops what Orbax logs through absl: each of its failures also reaches us as an exception."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         # The record names a line within absl, so the caller has to be looked for.
@@ -97,8 +95,7 @@ def remove_step(folder: Path, step: int) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete what killed processes left half-written or half-deleted; only the one writer may call
-    it."""
+    """Delete what killed processes left half-written or half-deleted; for the one writer."""
     if jax.process_index() != 0 or not folder.is_dir():
         return
     with output_errors(folder):
@@ -140,8 +137,7 @@ def input_errors(path: Path) -> Iterator[None]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`; raises `FileNotFoundError`, and `CheckpointError` if it is
-    damaged."""
+    """The JSON object in `path`. Raises `FileNotFoundError`; `CheckpointError` if damaged."""
     text = path.read_bytes()
     try:
         value = json.loads(text)

@@ -13,8 +13,7 @@ from jaxrl.weights.digest import stamp
 
 
 def copy_to(params: Any, shardings: Any | Sharding | None = None) -> Any:
-    """A copy of `params` under `shardings`: a tree of them, one for all, or None for the same
-    layout.
+    """A copy of `params` under `shardings`: a tree, one for all, or None for the same layout.
 
     Also across meshes and sets of devices. The copy never shares memory with `params`: the train
     step donates those, and `jax.device_put` to an equal sharding would only give them a second

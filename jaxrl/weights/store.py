@@ -145,8 +145,7 @@ class WeightStore:
         return versions[-1] if versions else None
 
     def prune(self, keep_last: int = 1, *, pinned: Iterable[int] = ()) -> list[int]:
-        """Delete versions except the first, the last `keep_last`, and `pinned`; returns the
-        deleted."""
+        """Delete all but the first, the last `keep_last` and `pinned`; returns the deleted."""
         self._refuse_read_only("prune")
         if keep_last < 1:
             raise ValueError(f"keep_last={keep_last} must be at least 1")

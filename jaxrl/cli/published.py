@@ -1,0 +1,33 @@
+"""Serves a weight version that a run left on disk; the run itself may still be going on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from jaxrl.inference.driver import Driver
+from jaxrl.observe.logger import setup_logging
+from jaxrl.orchestration.run_dir import RunDir
+from jaxrl.orchestration.samplers import make_driver
+from jaxrl.orchestration.session import Parts, enable_compilation_cache
+from jaxrl.weights.store import WeightStore
+
+
+@contextmanager
+def serve_published(args: Any) -> Iterator[tuple[Driver, Parts]]:
+    """A driver for `args.options.version` (-1: the newest) of `args.options.run`, verified.
+
+    Raises `CheckpointError` if the run has published no such version.
+    """
+    setup_logging(args.config.observe.log_level)
+    enable_compilation_cache(args.config.observe.compilation_cache)
+    parts = Parts(args.config)
+    store = WeightStore(RunDir(args.options.run).weights, read_only=True)
+    wanted = None if args.options.version < 0 else args.options.version
+    params, version = store.restore(wanted, parts.model.abstract, parts.model.shardings(parts.mesh))
+    driver = make_driver(parts, params, version)
+    try:
+        yield driver, parts
+    finally:
+        driver.stop()

@@ -1,0 +1,36 @@
+"""`jaxrl train`: cold start, RL and evaluation as a config says."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from jaxrl.config import ExperimentConfig
+from jaxrl.observe.progress import format_summary
+from jaxrl.orchestration.rl import RLTrainer
+
+
+def run(config: ExperimentConfig, args: Any) -> int:
+    """Train, then show before and after and where the files are; returns the exit code."""
+    with RLTrainer(config) as trainer:
+        evaluations = trainer.fit()
+        version, folder = trainer.version, trainer.session.run_dir
+    before, after = evaluations["before"], evaluations["after"]
+    examples = [f"  {text!r} -> {answer!r}" for text, answer, _ in after.examples[:3]]
+    lines = [
+        "",
+        format_summary(
+            before.metrics(), after.metrics(), title=f"{after.prompts} held-out prompts"
+        ),
+        "",
+        "for example:",
+        *examples,
+        "",
+        f"weights   {folder.weights}/{version.number}  ({version})",
+        f"ledger    {folder.ledger}",
+        f"metrics   {trainer.session.metrics_path}",
+        f"plots     {folder.plots}",
+        f'try       jaxrl generate "..." --run={folder.path}',
+    ]
+    sys.stdout.write("\n".join(lines) + "\n")
+    return 0

@@ -1,0 +1,136 @@
+"""Sampling requests: the checks at the door, and what a request gathers while it is decoded."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from jaxrl.errors import DriverError, RequestError
+from jaxrl.types import Completion, SamplingParams
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Limits:
+    """What an engine can serve."""
+
+    vocab_size: int
+    max_length: int
+    max_stop_tokens: int
+
+
+def check_request(tokens: Any, params: SamplingParams, limits: Limits) -> np.ndarray:
+    """The prompt as int32 [P]. Raises RequestError naming the value and the rule."""
+    prompt = _check_prompt(tokens, limits)
+    _check_params(params, limits)
+    total = len(prompt) + params.max_tokens
+    if total > limits.max_length:
+        raise RequestError(
+            f"prompt of {len(prompt)} tokens + max_tokens={params.max_tokens} = {total} "
+            f"is beyond the context of {limits.max_length} tokens"
+        )
+    return prompt
+
+
+def _check_prompt(tokens: Any, limits: Limits) -> np.ndarray:
+    prompt = np.asarray(tokens)
+    if prompt.ndim != 1:
+        raise RequestError(f"the prompt must be a flat list of tokens, got shape {prompt.shape}")
+    if prompt.size == 0:
+        raise RequestError("the prompt is empty: it must hold at least 1 token")
+    if not np.issubdtype(prompt.dtype, np.integer):
+        raise RequestError(f"prompt tokens must be integers, got {prompt.dtype}")
+    outside = np.flatnonzero((prompt < 0) | (prompt >= limits.vocab_size))
+    if outside.size:
+        raise RequestError(
+            f"prompt token {prompt[outside[0]]} at position {outside[0]} is outside the "
+            f"vocabulary, 0 to {limits.vocab_size - 1}"
+        )
+    # A copy: the caller may change its array before the request's turn comes.
+    return np.array(prompt, np.int32)
+
+
+def _check_params(params: SamplingParams, limits: Limits) -> None:
+    if not _is_int(params.max_tokens) or params.max_tokens < 1:
+        raise RequestError(f"max_tokens={params.max_tokens!r} must be an integer of at least 1")
+    if not math.isfinite(params.temperature) or params.temperature < 0:
+        raise RequestError(f"temperature={params.temperature!r} must be finite and at least 0")
+    if not _is_int(params.seed):
+        raise RequestError(f"seed={params.seed!r} must be an integer")
+    if len(params.stop_tokens) > limits.max_stop_tokens:
+        raise RequestError(
+            f"{len(params.stop_tokens)} stop tokens: at most {limits.max_stop_tokens} are allowed"
+        )
+    for token in params.stop_tokens:
+        if not _is_int(token) or not 0 <= token < limits.vocab_size:
+            raise RequestError(
+                f"stop token {token!r} is outside the vocabulary, 0 to {limits.vocab_size - 1}"
+            )
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Request:
+    """One request on its way. `number` counts arrivals; `future` gets a Completion or an error."""
+
+    number: int
+    prompt: np.ndarray
+    params: SamplingParams
+    future: Future
+    results: list[np.ndarray] = dataclasses.field(default_factory=list)
+    given: int = 0
+    finished: bool = False
+
+    @property
+    def key(self) -> bytes:
+        """Equal for equal prompts."""
+        return self.prompt.tobytes()
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and completion so far: the entries of its cache that count."""
+        return len(self.prompt) + self.given
+
+    @property
+    def longest(self) -> int:
+        """Tokens of prompt and completion at most."""
+        return len(self.prompt) + self.params.max_tokens
+
+    def tokens(self) -> np.ndarray:
+        """Prompt and completion so far, int32 [length]."""
+        return np.concatenate([self.prompt, *(r[:, 0] for r in self.results)])
+
+    def take(self, result: np.ndarray) -> None:
+        """Adds one dispatch's result for this slot, int32 [k, 4]: token, valid, version, logp."""
+        valid = result[result[:, 1] > 0]
+        if not len(valid):
+            return
+        # A copy of the few rows: a view would keep the whole dispatch's result alive.
+        self.results.append(valid.copy())
+        self.given += len(valid)
+        stopped = int(valid[-1, 0]) in self.params.stop_tokens
+        self.finished = stopped or self.given >= self.params.max_tokens
+
+    def completion(self, tokenizer: Any = None) -> Completion:
+        """The finished completion; raises DriverError if the weights gave numbers that are none."""
+        rows = np.concatenate(self.results)
+        tokens = np.ascontiguousarray(rows[:, 0])
+        logprobs = np.ascontiguousarray(rows[:, 3]).view(np.float32)
+        versions = np.ascontiguousarray(rows[:, 2])
+        bad = np.flatnonzero(~np.isfinite(logprobs))
+        if bad.size:
+            raise DriverError(
+                f"weights of version {versions[bad[0]]} gave log-probability "
+                f"{logprobs[bad[0]]} for token {bad[0]} of the completion: it must be finite"
+            )
+        stopped = int(tokens[-1]) in self.params.stop_tokens
+        text = ""
+        if tokenizer is not None:
+            text = tokenizer.decode([int(t) for t in (tokens[:-1] if stopped else tokens)])
+        return Completion(tokens, logprobs, versions, "stop" if stopped else "length", text)

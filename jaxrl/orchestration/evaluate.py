@@ -1,0 +1,138 @@
+"""Evaluation on held-out prompts, pinned to one version of the weights."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxrl.errors import DeadlineError, RewardError, WeightVersionError
+from jaxrl.rollout.single_turn import ScorePool, ScoreResult
+from jaxrl.rollout.workflow import derive_seed
+from jaxrl.types import Completion, Prompt, Sampler, SamplingParams, WeightVersion
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """The result. `accuracy` is the fraction of all prompts whose score is 1 or more.
+
+    A prompt whose scorer ran out of time is counted in `timeouts` and not in `reward`; it cannot
+    count as correct. `examples` holds a few (prompt, completion, score) for people to look at.
+    """
+
+    version: WeightVersion
+    prompts: int
+    accuracy: float
+    reward: float
+    timeouts: int
+    completion_length: float
+    seconds: float
+    examples: tuple[tuple[str, str, float], ...] = ()
+
+    def metrics(self) -> dict[str, float]:
+        """The numbers, named for the tracker and the summary."""
+        return {
+            "eval/accuracy": self.accuracy,
+            "eval/reward": self.reward,
+            "eval/completion_length": self.completion_length,
+            "eval/timeouts": float(self.timeouts),
+        }
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Evaluation:
+        """What the ledger's `evaluated` event remembers (no examples)."""
+        return cls(
+            version=WeightVersion(record["version"], record["digest"]),
+            prompts=record["prompts"],
+            accuracy=record["eval/accuracy"],
+            reward=record["eval/reward"],
+            timeouts=int(record["eval/timeouts"]),
+            completion_length=record["eval/completion_length"],
+            seconds=0.0,
+        )
+
+
+def evaluate(
+    sampler: Sampler,
+    pool: ScorePool,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    *,
+    version: WeightVersion,
+    seed: int = 0,
+    timeout_s: float = 600.0,
+) -> Evaluation:
+    """Sample each prompt once under `version` and score it. Runs an event loop of its own.
+
+    Raises `WeightVersionError` if a token of another version appears, `DeadlineError` after
+    `timeout_s`, `RewardError` if the scorer fails.
+    """
+    began = time.monotonic()
+    outcomes = asyncio.run(_all(sampler, pool, prompts, params, seed, timeout_s))
+    completions = [completion for completion, _ in outcomes]
+    _require_version(prompts, completions, version)
+    scores = [_score(p, result) for p, (_, result) in zip(prompts, outcomes, strict=True)]
+    known = [score for score in scores if score is not None]
+    return Evaluation(
+        version=version,
+        prompts=len(prompts),
+        accuracy=float(np.mean([score is not None and score >= 1.0 for score in scores])),
+        reward=float(np.mean(known)) if known else 0.0,
+        timeouts=len(scores) - len(known),
+        completion_length=float(np.mean([len(c.tokens) for c in completions])),
+        seconds=time.monotonic() - began,
+        examples=tuple(
+            (p.text, c.text, float("nan") if s is None else s)
+            for p, c, s in zip(prompts[:5], completions, scores, strict=False)
+        ),
+    )
+
+
+async def _all(
+    sampler: Sampler,
+    pool: ScorePool,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    seed: int,
+    timeout_s: float,
+) -> list[tuple[Completion, ScoreResult]]:
+    async def one(prompt: Prompt) -> tuple[Completion, ScoreResult]:
+        own = dataclasses.replace(params, seed=derive_seed(seed, prompt.id, 0))
+        completion = await sampler.sample(prompt.tokens, own)
+        return completion, await pool.score(completion, prompt.reference)
+
+    tasks = [asyncio.ensure_future(one(prompt)) for prompt in prompts]
+    try:
+        async with asyncio.timeout(timeout_s) as limit:
+            return list(await asyncio.gather(*tasks))
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        done = sum(task.done() and not task.cancelled() for task in tasks)
+        raise DeadlineError(
+            f"waited {timeout_s:g} s for the evaluation: {done} of {len(tasks)} prompts finished"
+        ) from None
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _require_version(
+    prompts: Sequence[Prompt], completions: Sequence[Completion], version: WeightVersion
+) -> None:
+    for prompt, completion in zip(prompts, completions, strict=True):
+        other = completion.versions[completion.versions != version.number]
+        if other.size:
+            raise WeightVersionError(
+                f"evaluation of {version}: prompt {prompt.id} got a token of version {other[0]}"
+            )
+
+
+def _score(prompt: Prompt, result: ScoreResult) -> float | None:
+    if result.outcome == "error":
+        raise RewardError(f"scoring prompt {prompt.id} failed: {result.detail}")
+    return None if result.outcome == "timeout" else float(result.value)

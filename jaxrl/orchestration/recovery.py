@@ -1,0 +1,82 @@
+"""Full checkpoints of a run: what is saved, and how a run finds its place again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from jaxrl.errors import CheckpointError
+from jaxrl.observe.logger import get_logger
+from jaxrl.orchestration.session import Session
+from jaxrl.train.engine import TrainEngine
+from jaxrl.types import WeightVersion
+
+_LOGGER = get_logger("orchestration")
+
+Phase = Literal["sft", "rl"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a checkpoint left the run.
+
+    `position` is the data frontier of the phase: the state of the supervised pipeline, or which
+    prompts RL has consumed. `rl_start` is the version that RL began with; -1 before RL.
+    """
+
+    phase: Phase
+    version: WeightVersion
+    position: Mapping[str, Any]
+    rl_start: int = -1
+
+
+def save_checkpoint(session: Session, engine: TrainEngine, place: Place) -> None:
+    """Save params, optimizer, step and `place` under the version's number; not twice the same.
+
+    The copy to disk goes on in the background; an earlier one is waited for.
+    """
+    number = place.version.number
+    if number in (session.saved_version, session.checkpoints.latest()):
+        return
+    meta = {
+        "phase": place.phase,
+        "version": dataclasses.asdict(place.version),
+        "position": dict(place.position),
+        "rl_start": place.rl_start,
+        "seed": session.config.seed,
+    }
+    session.checkpoints.save(number, engine.state, meta)
+    session.saved_version = number
+    session.ledger.append("checkpointed", version=number, phase=place.phase)
+    _LOGGER.info("checkpoint at version %d", number)
+
+
+def latest_place(session: Session) -> Place | None:
+    """Where the last complete checkpoint left the run, or None when there is none.
+
+    Raises `CheckpointError` if it was made with another seed.
+    """
+    number = session.checkpoints.latest()
+    if number is None:
+        return None
+    meta = session.checkpoints.read_meta(number)
+    if meta["seed"] != session.config.seed:
+        raise CheckpointError(
+            f"checkpoint {number} was made with seed={meta['seed']}, the config has "
+            f"seed={session.config.seed}; choose another output_dir or the same seed"
+        )
+    return Place(
+        phase=meta["phase"],
+        version=WeightVersion(**meta["version"]),
+        position=meta["position"],
+        rl_start=meta["rl_start"],
+    )
+
+
+def restore_engine(session: Session, engine: TrainEngine, place: Place) -> None:
+    """Put the checkpoint's state into the engine; verified against the version's digest."""
+    state, _ = session.checkpoints.restore(engine.abstract_state, place.version.number)
+    engine.restore(state, version=place.version.number)
+    session.ledger.append("resumed", version=place.version.number, digest=place.version.digest)
+    _LOGGER.info("resumed %s at %s", place.phase, place.version)

@@ -1,0 +1,362 @@
+"""The RL trainer: cold start, asynchronous GRPO, pinned evaluation, recovery."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl.config import ExperimentConfig
+from jaxrl.errors import ConfigError, JaxrlError
+from jaxrl.inference.driver import Driver
+from jaxrl.models.model import init_params
+from jaxrl.observe import names
+from jaxrl.observe.logger import get_logger
+from jaxrl.observe.plots import plot_metrics
+from jaxrl.orchestration.evaluate import Evaluation, evaluate
+from jaxrl.orchestration.ledger import effective, read_ledger
+from jaxrl.orchestration.recovery import Place, latest_place, restore_engine, save_checkpoint
+from jaxrl.orchestration.samplers import TextSampler, eval_params, make_driver, make_pool
+from jaxrl.orchestration.session import Session
+from jaxrl.orchestration.sft import SFTTrainer
+from jaxrl.rollout.collate import collate, rows_for
+from jaxrl.rollout.collector import Collector
+from jaxrl.rollout.single_turn import SingleTurn
+from jaxrl.rollout.staleness import StalenessController, require_fresh
+from jaxrl.rollout.workflow import Workflow
+from jaxrl.train.engine import TrainEngine
+from jaxrl.train.objectives import grpo_objective
+from jaxrl.train.optimizer import make_optimizer
+from jaxrl.types import TrajectoryBatch, TrajectoryGroup, WeightVersion
+from jaxrl.weights.exchange import copy_to, publish
+
+_LOGGER = get_logger("orchestration")
+
+
+class RLTrainer:
+    """Trains by reinforcement learning while it samples.
+
+    >>> with RLTrainer(config) as trainer:  # doctest: +SKIP
+    ...     trainer.fit()
+    ...     trainer.sampler.generate("stone").text
+
+    `workflow` replaces the single-turn episode with one of your own; `devices` span the mesh (None:
+    all). Sampler and files stay open after `fit`, for `evaluate` and `sampler`, until `close` or
+    the end of the `with`.
+    """
+
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        *,
+        workflow: Workflow | None = None,
+        devices: Sequence[jax.Device] | None = None,
+    ):
+        self.config = config
+        self.session = Session(config, devices)
+        self.parts = self.session.parts
+        self.evaluations: dict[str, Evaluation] = {}
+        self._workflow = workflow
+        self._driver: Driver | None = None
+        self._digests: dict[int, str] = {}
+        self._tokens_seen = 0
+
+    def __enter__(self) -> RLTrainer:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def fit(self) -> dict[str, Evaluation]:
+        """Run to the end of `train.steps`, from the last checkpoint if there is one.
+
+        Returns the evaluations "before" and "after" RL. Ctrl-C or SIGTERM ends the current update,
+        saves a checkpoint and raises `Interrupted`; running again goes on from there.
+        """
+        with self.session.open().interrupts:
+            self._start()
+            with self._make_collector() as collector:
+                try:
+                    while self.updates < self.config.train.steps:
+                        groups = self._next_batch(collector)
+                        with self.session.step():
+                            self._update(groups, collector)
+                except BaseException:
+                    self._save_after_failure()
+                    raise
+            self._finish()
+        return self.evaluations
+
+    def evaluate(self) -> Evaluation:
+        """Evaluate the present weights on the held-out prompts."""
+        self._require_driver("evaluate()")
+        return self._evaluate("asked")
+
+    @property
+    def sampler(self) -> TextSampler:
+        """Generates text under the weights that were published last."""
+        return TextSampler(self._require_driver("sampler"), self.parts)
+
+    @property
+    def version(self) -> WeightVersion:
+        """The weights that were published last."""
+        self._require_driver("version")
+        return self._version
+
+    @property
+    def updates(self) -> int:
+        """RL updates done so far."""
+        return self._version.number - self._place.rl_start
+
+    def close(self) -> None:
+        """Stop the sampler and the reward processes, and close the run's files."""
+        if self._driver is not None:
+            self._driver.stop()
+            self._pool.close()
+            self._driver = None
+        self.session.close()
+
+    # How a run begins.
+
+    def _start(self) -> None:
+        """Engine and sampler at the place where the run is."""
+        place = latest_place(self.session)
+        if place is None or place.phase == "sft":
+            params, start = self._cold_start()
+            place, resuming = Place("rl", start, {}, start.number), False
+        else:
+            params, resuming = init_params(self.parts.model, 0, mesh=self.parts.mesh), True
+        self._engine = self._make_engine(params, place.rl_start)
+        if resuming:
+            restore_engine(self.session, self._engine, place)
+        self._place = place
+        self._publish()
+        if not resuming:
+            self._store_version()
+        self._reference = self._load_reference()
+        self.evaluations["before"] = self._recall("before") or self._evaluate("before")
+        self._logged_at = time.monotonic()
+
+    def _cold_start(self) -> tuple[Any, WeightVersion]:
+        """The weights that RL begins with."""
+        trainer = SFTTrainer(self.config, session=self.session)
+        version = trainer.fit()
+        return trainer.engine.params, version
+
+    def _make_engine(self, params: Any, version: int) -> TrainEngine:
+        train = self.config.train
+        objective = grpo_objective(
+            self.config.algorithm,
+            temperature=self.config.rollout.temperature,
+            logprob_chunk=train.logprob_chunk,
+        )
+        return TrainEngine(
+            self.parts.model,
+            params,
+            make_optimizer(train),
+            objective,
+            mesh=self.parts.mesh,
+            micro_batches=train.micro_batches,
+            version=version,
+        )
+
+    def _load_reference(self) -> Any:
+        """The weights that RL began with, if the objective holds the policy near them."""
+        if not self.config.algorithm.kl_coef:
+            return None
+        if self.updates == 0:
+            return copy_to(self._engine.params)
+        shardings = self.parts.model.shardings(self.parts.mesh)
+        start = self._place.rl_start
+        return self.session.store.restore(start, self.parts.model.abstract, shardings)[0]
+
+    def _make_collector(self) -> Collector:
+        rollout = self.config.rollout
+        controller = StalenessController(
+            rollout.max_staleness,
+            self.config.train.batch_size,
+            self._version.number,
+            max_concurrent=rollout.max_concurrent,
+        )
+        workflow = self._workflow or SingleTurn(
+            self._pool,
+            max_new_tokens=rollout.max_new_tokens,
+            temperature=rollout.temperature,
+            stop_tokens=(self.parts.tokenizer.eos_id,),
+            on_error=self.config.rewards.on_error,
+        )
+        return Collector(
+            self._driver,
+            workflow,
+            self.parts.train_prompts,
+            controller=controller,
+            group_size=rollout.group_size,
+            run_seed=self.config.seed,
+            frontier=self._place.position or None,
+            ledger=self.session.ledger.append,
+            episode_timeout_s=rollout.episode_timeout_s,
+            max_retries=rollout.max_retries,
+        )
+
+    # One update.
+
+    def _next_batch(self, collector: Collector) -> list[TrajectoryGroup]:
+        groups = self.config.train.batch_size // self.config.rollout.group_size
+        return collector.next_batch(
+            self._version.number, groups, self.config.rollout.wait_timeout_s
+        )
+
+    def _update(self, groups: list[TrajectoryGroup], collector: Collector) -> None:
+        """Train on the groups, publish the new weights, let the collector go on."""
+        began, trained = time.monotonic(), self._version.number
+        batch = self._collate(groups)
+        require_fresh(batch.versions, batch.loss_mask, trained, self.config.rollout.max_staleness)
+        metrics = self._engine.update(batch, self._extras(batch))
+        # The device works meanwhile.
+        self.session.ledger.consumed(groups, trained)
+        self.session.run_dir.write_trajectories(trained, groups, self._digests)
+        self._publish()
+        self.session.ledger.append("updated", update=trained, version=self._version.number)
+        # Before anything slow: the sampler waits for this, nobody waits for the rest.
+        collector.set_version(self._version.number)
+        self._place = Place("rl", self._version, collector.frontier(), self._place.rl_start)
+        self._log(groups, metrics, collector, time.monotonic() - began)
+        self._periodic()
+
+    def _collate(self, groups: list[TrajectoryGroup]) -> TrajectoryBatch:
+        config, train = self.config, self.config.train
+        rows = rows_for(
+            train.batch_size,
+            config.longest_sequence,
+            config.row_length,
+            micro_batches=train.micro_batches,
+            data_axes=self.parts.row_shards,
+        )
+        return collate(
+            groups,
+            rows=rows,
+            row_length=config.row_length,
+            normalisation=config.algorithm.normalisation,
+            normalize_std=config.algorithm.normalize_std,
+        )
+
+    def _extras(self, batch: TrajectoryBatch) -> dict[str, jax.Array]:
+        if self._reference is None:
+            return {}
+        return {"ref_logp": self._engine.logprobs(batch, self._reference)}
+
+    def _publish(self) -> None:
+        """Hand the engine's weights to the sampler as the version that they are."""
+        copy, self._version = publish(self._engine.params, self._engine.version)
+        if self._driver is None:
+            self._pool = make_pool(self.config)
+            self._driver = make_driver(self.parts, copy, self._version)
+        else:
+            self._driver.set_weights(copy, self._version)
+        # Versions older than the staleness bound can be in no later batch.
+        oldest = self._version.number - self.config.rollout.max_staleness
+        self._digests = {n: digest for n, digest in self._digests.items() if n >= oldest}
+        self._digests[self._version.number] = self._version.digest
+        self.session.ledger.published(self._version, where="memory")
+
+    def _periodic(self) -> None:
+        """Evaluation, checkpoint and version on disk where they are due."""
+        done, checkpoint = self.updates, self.config.checkpoint
+        if done == self.config.train.steps:
+            return
+        if self.config.eval.every and done % self.config.eval.every == 0:
+            self._evaluate("during")
+        if checkpoint.publish_every and done % checkpoint.publish_every == 0:
+            self._store_version()
+        if checkpoint.every and done % checkpoint.every == 0:
+            save_checkpoint(self.session, self._engine, self._place)
+
+    def _log(
+        self,
+        groups: list[TrajectoryGroup],
+        metrics: Mapping[str, jax.Array],
+        collector: Collector,
+        seconds: float,
+    ) -> None:
+        trajectories = [t for group in groups for t in group.trajectories]
+        rewards = np.array([t.reward for t in trajectories])
+        now, generated = time.monotonic(), self._driver.stats().tokens
+        elapsed, self._logged_at = now - self._logged_at, now
+        fresh, self._tokens_seen = generated - self._tokens_seen, generated
+        self.session.tracker.log(
+            self._version.number,
+            {f"train/{name}": value for name, value in metrics.items()}
+            | collector.metrics()
+            | {
+                names.REWARD: float(rewards.mean()),
+                "reward/solved": float((rewards >= 1.0).mean()),
+                names.LENGTH: float(np.mean([t.sampled_tokens for t in trajectories])),
+                names.ROLLOUT_SPEED: fresh / max(elapsed, 1e-9),
+                names.TRAIN_SPEED: sum(len(t.tokens) for t in trajectories) / max(seconds, 1e-9),
+            },
+        )
+
+    # Evaluation, checkpoints, the end.
+
+    def _evaluate(self, when: str) -> Evaluation:
+        """Evaluate the published version; nothing is published meanwhile."""
+        rollout = self.config.rollout
+        result = evaluate(
+            self._driver,
+            self._pool,
+            self.parts.eval_prompts[: self.config.eval.size],
+            eval_params(self.parts),
+            version=self._version,
+            seed=self.config.seed,
+            timeout_s=rollout.wait_timeout_s,
+        )
+        number, digest = self._version.number, self._version.digest
+        fields = {"when": when, "prompts": result.prompts, **result.metrics()}
+        self.session.ledger.append("evaluated", version=number, digest=digest, **fields)
+        self.session.tracker.log(number, result.metrics())
+        _LOGGER.info(
+            "accuracy %.3f on %d held-out prompts, %s", result.accuracy, result.prompts, when
+        )
+        return result
+
+    def _recall(self, when: str) -> Evaluation | None:
+        """An evaluation that this run made before it was interrupted."""
+        for record in effective(read_ledger(self.session.run_dir.ledger)):
+            if record["event"] == "evaluated" and record.get("when") == when:
+                return Evaluation.from_record(record)
+        return None
+
+    def _store_version(self) -> None:
+        self.session.store.publish(self._engine.params, self._version)
+        self.session.ledger.published(self._version, where="store")
+
+    def _save_after_failure(self) -> None:
+        """Keep what was done before an interrupt or an error, unless that cut an update."""
+        if self._engine.version != self._place.version.number:
+            return
+        try:
+            save_checkpoint(self.session, self._engine, self._place)
+            self.session.checkpoints.wait()
+        except JaxrlError as error:
+            _LOGGER.error("no checkpoint of version %d: %s", self._place.version.number, error)
+
+    def _finish(self) -> None:
+        self.evaluations["after"] = self._evaluate("after")
+        self._store_version()
+        save_checkpoint(self.session, self._engine, self._place)
+        self.session.checkpoints.wait()
+        self.session.ledger.append("finished", version=self._version.number)
+        self.session.tracker.flush()
+        if self.config.observe.plots:
+            try:
+                plot_metrics(self.session.metrics_path, self.session.run_dir.plots / "metrics.png")
+            except JaxrlError as error:
+                _LOGGER.warning("no plots: %s", error)
+
+    def _require_driver(self, what: str) -> Driver:
+        if self._driver is None:
+            raise ConfigError(f"{what} needs weights: call fit() first")
+        return self._driver

@@ -1,0 +1,195 @@
+"""What every trainer of a run shares: the parts made from its config, its files, its signals."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxrl.config import ExperimentConfig
+from jaxrl.config.serialize import to_record
+from jaxrl.data.examples import load_examples
+from jaxrl.data.prompts import PromptStream, eval_prompts
+from jaxrl.data.tokenizers import Tokenizer, load_tokenizer
+from jaxrl.errors import CheckpointError
+from jaxrl.models.model import Model, build_model
+from jaxrl.observe.logger import get_logger, setup_logging
+from jaxrl.observe.progress import Progress
+from jaxrl.observe.tracker import Tracker, Writer
+from jaxrl.observe.writers import JsonlWriter, TensorBoardWriter
+from jaxrl.orchestration.interrupts import Interrupts
+from jaxrl.orchestration.ledger import Ledger
+from jaxrl.orchestration.run_dir import RunDir
+from jaxrl.sharding import make_mesh
+from jaxrl.train.checkpoint import CheckpointStore
+from jaxrl.types import Prompt
+from jaxrl.weights.store import WeightStore
+
+_LOGGER = get_logger("orchestration")
+
+
+class Parts:
+    """Tokenizer, model, mesh and prompts of a config. Made at first use; nothing is written.
+
+    `devices` are those that the mesh spans (None: all).
+    """
+
+    def __init__(self, config: ExperimentConfig, devices: Sequence[jax.Device] | None = None):
+        self.config = config
+        self._devices = devices
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that the config names."""
+        return load_tokenizer(self.config.data.tokenizer)
+
+    @functools.cached_property
+    def model(self) -> Model:
+        """The decoder, with the tokenizer's vocabulary unless the config gives a size."""
+        size = self.config.model.vocab_size or self.tokenizer.vocab_size
+        return build_model(dataclasses.replace(self.config.model, vocab_size=size))
+
+    @functools.cached_property
+    def mesh(self) -> Mesh:
+        """The mesh over the devices."""
+        return make_mesh(**self.config.mesh.sizes(), devices=self._devices)
+
+    @property
+    def row_shards(self) -> int:
+        """Among how many devices the rows of a batch are divided."""
+        return self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+
+    @functools.cached_property
+    def train_examples(self) -> Sequence[Any]:
+        """Training examples."""
+        return load_examples(self.config.data, "train")
+
+    @functools.cached_property
+    def train_prompts(self) -> PromptStream:
+        """The endless stream of training prompts."""
+        return PromptStream(
+            self.train_examples,
+            self.tokenizer,
+            seed=self.config.seed,
+            max_prompt_tokens=self.config.data.max_prompt_tokens,
+        )
+
+    @functools.cached_property
+    def eval_prompts(self) -> list[Prompt]:
+        """The held-out prompts."""
+        examples = load_examples(self.config.data, "eval")
+        return eval_prompts(
+            examples, self.tokenizer, max_prompt_tokens=self.config.data.max_prompt_tokens
+        )
+
+
+class Session:
+    """An open run: everything that writes. Use as a context manager, or `open` and `close`."""
+
+    def __init__(self, config: ExperimentConfig, devices: Sequence[jax.Device] | None = None):
+        self.config = config
+        self.parts = Parts(config, devices)
+        self.run_dir = RunDir(config.output_dir)
+        self.interrupts = Interrupts()
+        self.saved_version = -1
+        self._stack: ExitStack | None = None
+
+    def open(self) -> Session:
+        """Take the output directory, write config.json and open ledger, metrics and stores.
+
+        Raises `OutputError` if the directory cannot be written or another run is inside, and
+        `CheckpointError` if `checkpoint.resume` does not fit what is there.
+        """
+        if self._stack is not None:
+            return self
+        with ExitStack() as stack:
+            stack.enter_context(self.run_dir)
+            self.checkpoints = CheckpointStore(
+                self.run_dir.checkpoints, keep=self.config.checkpoint.keep
+            )
+            stack.callback(self.checkpoints.close)
+            self._check_resume()
+            setup_logging(
+                self.config.observe.log_level,
+                jax.process_index(),
+                self.run_dir.logs / f"process-{jax.process_index()}.log",
+            )
+            enable_compilation_cache(self.config.observe.compilation_cache)
+            self.run_dir.write_config(to_record(self.config))
+            self.ledger = stack.enter_context(Ledger(self.run_dir.ledger))
+            self.store = WeightStore(self.run_dir.weights)
+            self.tracker = stack.enter_context(Tracker(self._writers()))
+            self._stack = stack.pop_all()
+        return self
+
+    def close(self) -> None:
+        """Write what is kept and let other runs into the directory; may be repeated."""
+        if self._stack is not None:
+            self._stack.close()
+            self._stack = None
+
+    def __enter__(self) -> Session:
+        return self.open()
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """A section that a first Ctrl-C does not cut."""
+        with self.interrupts.held():
+            yield
+
+    @property
+    def metrics_path(self) -> Path:
+        """The metrics of the run as JSON lines."""
+        return self.run_dir.metrics / "metrics.jsonl"
+
+    def _check_resume(self) -> None:
+        found, policy = self.checkpoints.latest(), self.config.checkpoint.resume
+        if found is None and policy == "must":
+            raise CheckpointError(
+                f"checkpoint.resume='must', but {self.run_dir.checkpoints} holds no checkpoint"
+            )
+        used = self.run_dir.ledger.exists() and self.run_dir.ledger.stat().st_size > 0
+        if policy == "never" and (found is not None or used):
+            raise CheckpointError(
+                f"checkpoint.resume='never', but {self.run_dir.path} holds an earlier run; "
+                "choose another output_dir"
+            )
+
+    def _writers(self) -> list[Writer]:
+        observe = self.config.observe
+        start = self.checkpoints.latest() or 0
+        writers: list[Writer] = [JsonlWriter(self.metrics_path)]
+        if observe.tensorboard:
+            writers.append(TensorBoardWriter(self.run_dir.metrics / "tensorboard"))
+        if observe.progress:
+            total = self.config.sft.steps + self.config.train.steps
+            writers.append(Progress(total, start_step=start))
+        return writers
+
+
+def enable_compilation_cache(setting: str) -> None:
+    """Keep compiled programs between processes: in the folder `setting`, or the user's cache.
+
+    "off" leaves JAX as it is configured. A folder that cannot be written costs time, not the run.
+    """
+    if setting == "off" or (not setting and jax.config.jax_compilation_cache_dir):
+        return
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = Path(setting) if setting else home / "jaxrl" / "compiled"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        _LOGGER.warning("no compilation cache: cannot create %s: %s", folder, error.strerror)
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)

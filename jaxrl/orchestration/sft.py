@@ -1,0 +1,112 @@
+"""Supervised training: a run of its own, or the cold start before RL."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import jax
+
+from jaxrl.config import ExperimentConfig
+from jaxrl.data.supervised import SupervisedBatches
+from jaxrl.models.model import init_params
+from jaxrl.observe import names
+from jaxrl.orchestration.recovery import Place, latest_place, restore_engine, save_checkpoint
+from jaxrl.orchestration.session import Session
+from jaxrl.rollout.collate import rows_for
+from jaxrl.train.engine import TrainEngine
+from jaxrl.train.objectives import sft_objective
+from jaxrl.train.optimizer import make_optimizer
+from jaxrl.types import WeightVersion
+from jaxrl.weights.digest import stamp
+
+
+class SFTTrainer:
+    """Trains on the answers of the training examples, `config.sft.steps` updates in all.
+
+    >>> with SFTTrainer(config) as trainer:  # doctest: +SKIP
+    ...     trainer.fit()
+    """
+
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        *,
+        devices: Sequence[jax.Device] | None = None,
+        session: Session | None = None,
+    ):
+        """`devices` span the mesh (None: all); `session`: the run that this is the cold start
+        of."""
+        self.config = config
+        self.session = session or Session(config, devices)
+        parts, sft = self.session.parts, config.sft
+        rows = rows_for(
+            sft.batch_size,
+            config.longest_sequence,
+            config.row_length,
+            data_axes=parts.row_shards,
+        )
+        self.batches = SupervisedBatches(
+            parts.train_examples,
+            parts.tokenizer,
+            batch_size=sft.batch_size,
+            rows=rows,
+            row_length=config.row_length,
+            seed=config.seed,
+        )
+        self.engine = TrainEngine(
+            parts.model,
+            init_params(parts.model, config.seed, mesh=parts.mesh),
+            make_optimizer(sft),
+            sft_objective(logprob_chunk=config.train.logprob_chunk),
+            mesh=parts.mesh,
+        )
+
+    def __enter__(self) -> SFTTrainer:
+        self.session.open()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.session.close()
+
+    def fit(self) -> WeightVersion:
+        """Train up to `sft.steps`, from the last checkpoint if there is one. Returns the version.
+
+        Ctrl-C saves a checkpoint after the current update and raises `Interrupted`.
+        """
+        session = self.session.open()
+        place = latest_place(session)
+        if place is not None and place.phase == "sft":
+            restore_engine(session, self.engine, place)
+            self.batches.restore(place.position)
+        else:
+            session.ledger.append("started", version=0)
+        with session.interrupts:
+            try:
+                while self.engine.version < self.config.sft.steps:
+                    with session.step():
+                        self._update()
+            finally:
+                version = self._save()
+        session.tracker.flush()
+        return version
+
+    def _update(self) -> None:
+        began, step = time.monotonic(), self.engine.version
+        batch = next(self.batches)
+        metrics = self.engine.update(batch)
+        every = self.config.checkpoint.every
+        self.session.tracker.log(
+            step + 1, {f"sft/{name}": value for name, value in metrics.items()}
+        )
+        # The device runs behind the host here: the speed evens out over a few steps.
+        seconds = max(time.monotonic() - began, 1e-9)
+        tokens = float((batch.segment_ids > 0).sum())
+        self.session.tracker.log(step + 1, {names.TRAIN_SPEED: tokens / seconds})
+        if every and (step + 1) % every == 0:
+            self._save()
+
+    def _save(self) -> WeightVersion:
+        version = stamp(self.engine.params, self.engine.version)
+        save_checkpoint(self.session, self.engine, Place("sft", version, self.batches.state()))
+        return version

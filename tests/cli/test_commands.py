@@ -1,0 +1,114 @@
+"""The commands as a user runs them: real processes, a tiny run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+CONFIG = """
+from jaxrl.config import (
+    CheckpointConfig, DataConfig, EvalConfig, ExperimentConfig, ModelConfig, ObserveConfig,
+    RolloutConfig, SFTConfig, TrainConfig,
+)
+
+
+def get_config():
+    return ExperimentConfig(
+        output_dir="run",
+        model=ModelConfig(
+            n_layers=1, d_model=16, n_heads=2, n_kv_heads=1, head_dim=8, mlp_dim=32, max_length=16
+        ),
+        data=DataConfig(
+            source="jsonl", path="questions.jsonl", train_size=20, eval_size=5, max_prompt_tokens=8
+        ),
+        sft=SFTConfig(steps=2, batch_size=4),
+        train=TrainConfig(steps=3, batch_size=8),
+        rollout=RolloutConfig(group_size=4, max_new_tokens=4, slots=8, steps_per_dispatch=4),
+        eval=EvalConfig(size=5),
+        checkpoint=CheckpointConfig(every=1),
+        observe=ObserveConfig(tensorboard=False),
+    )
+"""
+
+
+@pytest.fixture
+def workdir(tmp_path):
+    (tmp_path / "config.py").write_text(CONFIG)
+    rows = [{"question": f"{i}=", "answer": str(i)[::-1]} for i in range(10, 40)]
+    (tmp_path / "questions.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    return tmp_path
+
+
+@pytest.fixture
+def jaxrl(workdir, repo_root):
+    """Function (arguments…) -> the finished process, run in `workdir`."""
+    env = {**os.environ, "PYTHONPATH": str(repo_root)}
+    env.pop("XLA_FLAGS", None)
+
+    def run(*arguments, wait=True):
+        command = [sys.executable, "-m", "jaxrl", *arguments]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        process = subprocess.Popen(command, cwd=workdir, env=env, **pipes)
+        if not wait:
+            return process
+        out, err = process.communicate()
+        return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+    return run
+
+
+def test_train_then_eval_and_generate_work_on_what_the_run_left(jaxrl, workdir):
+    trained = jaxrl("train", "--config=config.py")
+    evaluated = jaxrl("eval", "--run=run")
+    generated = jaxrl("generate", "12=", "--run=run")
+
+    assert trained.returncode == 0, trained.stderr
+    assert "before" in trained.stdout
+    assert "eval/accuracy" in trained.stdout
+    assert "step 5/5" in trained.stderr
+    assert (workdir / "run" / "plots" / "metrics.png").exists()
+    assert evaluated.returncode == 0, evaluated.stderr
+    record = json.loads(evaluated.stdout)
+    assert record["version"] == 5
+    assert record["prompts"] == 5
+    assert generated.returncode == 0, generated.stderr
+    assert "v5:" in generated.stderr
+
+
+def test_train_interrupted_saves_a_checkpoint_and_goes_on(jaxrl, workdir):
+    process = jaxrl("train", "--config=config.py", "--config.train.steps=100000", wait=False)
+    for line in process.stderr:
+        if "checkpoint at version 4" in line:
+            break
+    process.send_signal(signal.SIGINT)
+    _, rest = process.communicate()
+
+    resumed = jaxrl("train", "--config=config.py", "--config.train.steps=10")
+
+    assert process.returncode == 130, rest
+    assert "Traceback" not in rest
+    # The interrupted run is past its tenth update or not: either way it ends without training anew.
+    assert resumed.returncode == 0, resumed.stderr
+    assert "resumed rl at v" in resumed.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--config.output_dir=config.py/run"], "config.py/run"),
+        (["--config.rollout.slots=0"], "rollout.slots"),
+        (["--config.data.path=missing.jsonl"], "missing.jsonl"),
+        (["--config.rewards.scorer=no_such_module:score"], "no_such_module"),
+    ],
+)
+def test_train_mistake_of_the_user_is_one_line_and_exit_code_not_zero(jaxrl, arguments, message):
+    result = jaxrl("train", "--config=config.py", "--config.sft.steps=0", *arguments)
+
+    assert result.returncode in (1, 2)
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
