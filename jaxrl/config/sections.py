@@ -124,6 +124,15 @@ class SFTConfig:
     schedule: Schedule = rare("cosine", "course of the learning rate after the warm-up")
     grad_clip: float = rare(1.0, "largest gradient norm", rules.at_least(0, "0: no clipping"))
     weight_decay: float = rare(0.0, "decoupled weight decay", rules.at_least(0))
+    careless: float = rare(
+        0.0,
+        "fraction of the longer answers whose last character is left out, to study imperfect "
+        "demonstrations",
+        rules.within(0, 1),
+    )
+    careless_above: int = rare(
+        0, "answers of at most so many characters are never cut", rules.at_least(0)
+    )
 
     def check(self) -> None:
         """The warm-up fits into the updates."""

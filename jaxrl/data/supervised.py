@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Sequence
 from typing import Any
@@ -137,3 +138,20 @@ def _sequence(prompt: np.ndarray, answer: list[int], eos_id: int) -> dict[str, n
     """Tokens and loss mask [T] of one example; `restore` relies on nothing but these."""
     tokens = np.concatenate([prompt, np.array([*answer, eos_id], np.int32)])
     return {"tokens": tokens, "loss_mask": np.arange(len(tokens)) >= len(prompt)}
+
+
+def careless(
+    examples: Sequence[Example], *, fraction: float, above: int, seed: int
+) -> list[Example]:
+    """Imperfect demonstrations: answers longer than `above` characters lose their last one.
+
+    Which ones is drawn once per example, with probability `fraction`, and does not depend on order
+    or number of the others' draws: the same seed gives the same demonstrations.
+    """
+    cut = np.random.default_rng(seed).random(len(examples)) < fraction
+    return [
+        dataclasses.replace(example, answer=example.answer[:-1])
+        if chosen and len(example.answer) > max(above, 1)
+        else example
+        for example, chosen in zip(examples, cut, strict=True)
+    ]

@@ -105,12 +105,14 @@ class Batcher:
         for prefix, entries in placed.values():
             self._state = self.engine.insert(prefix, self._state, entries)
 
-    def step(self, *, waiting: bool) -> list[Request]:
+    def step(self, waiting: Sequence[Request] = ()) -> list[Request]:
         """One dispatch for each version in use -> the requests that finished.
 
-        With requests `waiting`, it ends as soon as a slot is free for one of them.
+        `waiting` are the next requests in the queue; the dispatch ends early once enough slots are
+        free to be worth an admission.
         """
-        dispatches = [self._dispatch(version, waiting) for version in self._versions_in_use()]
+        leave_at = self._worth_leaving(waiting)
+        dispatches = [self._dispatch(version, leave_at) for version in self._versions_in_use()]
         # The one place where the host waits for the device: one transfer for k tokens a slot.
         results = [(slots, np.asarray(result)) for slots, result in dispatches]
         done = []
@@ -126,11 +128,23 @@ class Batcher:
         self._forget_old_weights()
         return done
 
+    def _worth_leaving(self, waiting: Sequence[Request]) -> int | None:
+        """How many slots shall be free before a dispatch ends early; None: it need not.
+
+        A prefill of several prompts costs hardly more than one of a single prompt, so that slots
+        wait for each other, unless the next request needs no prefill.
+        """
+        if not waiting:
+            return None
+        if self._prefixes.get(waiting[0].key) is not None:
+            return 1
+        return min(len(waiting), self.engine.prefill_rows[-1])
+
     def _versions_in_use(self) -> list[int]:
         rows = zip(self._rows, self._row_version, strict=True)
         return sorted({version for request, version in rows if request is not None})
 
-    def _dispatch(self, version: int, waiting: bool) -> tuple[list[int], object]:
+    def _dispatch(self, version: int, leave_at: int | None) -> tuple[list[int], object]:
         rows = enumerate(zip(self._rows, self._row_version, strict=True))
         slots = [slot for slot, (request, v) in rows if request is not None and v == version]
         mask = np.zeros(self.engine.slots, bool)
@@ -143,7 +157,7 @@ class Batcher:
             version=version,
             mask=mask,
             longest=max(min(r.length + k, r.longest) for r in chosen),
-            leave_at=1 if waiting else None,
+            leave_at=leave_at,
         )
         self.counts.dispatches += 1
         return slots, result

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import threading
 import time
 from concurrent.futures import Future, InvalidStateError
@@ -270,11 +271,11 @@ class Driver:
         # A future that is done while its request runs was cancelled.
         batcher.drop(lambda request: request.future.done())
         self._apply_swap()
-        admitted, waiting = self._take_waiting(len(batcher.free_slots))
+        admitted, following = self._take_waiting(len(batcher.free_slots))
         if admitted:
             self._admit(admitted)
         if batcher.running:
-            for request in batcher.step(waiting=waiting):
+            for request in batcher.step(following):
                 self._resolve(request)
 
     def _admit(self, requests: list[Request]) -> None:
@@ -288,23 +289,23 @@ class Driver:
 
     def _apply_swap(self) -> None:
         with self._changed:
-            swap, self._swap = self._swap, None
+            swap = self._swap
         if swap is None:
             return
         params, version, accepted = swap
-        try:
-            self._batcher.swap(params, version.number)
-        except BaseException as error:
-            # The caller shall not wait for ever; the driver itself fails right after.
-            accepted.set_exception(_failure(error))
-            raise
-        accepted.set_result(None)
-
-    def _take_waiting(self, room: int) -> tuple[list[Request], bool]:
-        """Up to `room` requests in the order of arrival, and whether more are left."""
+        # If this raises, the driver fails, and _close tells the caller of set_weights.
+        self._batcher.swap(params, version.number)
         with self._changed:
-            numbers = list(self._waiting)[:room]
-            return [self._waiting.pop(number) for number in numbers], bool(self._waiting)
+            self._swap = None
+        _answer(accepted, None)
+
+    def _take_waiting(self, room: int) -> tuple[list[Request], list[Request]]:
+        """Up to `room` requests in the order of arrival, and the next few that stay."""
+        with self._changed:
+            numbers = list(itertools.islice(self._waiting, room))
+            taken = [self._waiting.pop(number) for number in numbers]
+            following = itertools.islice(self._waiting.values(), self.engine.slots)
+            return taken, list(following)
 
     def _resolve(self, request: Request) -> None:
         try:
@@ -348,7 +349,7 @@ def _failure(cause: BaseException) -> DriverError:
     return error
 
 
-def _answer(future: Future, answer: Completion | Exception) -> None:
+def _answer(future: Future, answer: Completion | Exception | None) -> None:
     """Answers a future that may have been answered or cancelled in the meantime."""
     give = future.set_exception if isinstance(answer, Exception) else future.set_result
     with contextlib.suppress(InvalidStateError):

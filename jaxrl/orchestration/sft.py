@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import jax
 
 from jaxrl.config import ExperimentConfig
-from jaxrl.data.supervised import SupervisedBatches
+from jaxrl.data.supervised import SupervisedBatches, careless
 from jaxrl.models.model import init_params
 from jaxrl.observe import names
 from jaxrl.orchestration.recovery import Place, latest_place, restore_engine, save_checkpoint
@@ -44,10 +44,17 @@ class SFTTrainer:
             sft.batch_size,
             config.longest_sequence,
             config.row_length,
+            micro_batches=sft.micro_batches,
             data_axes=parts.row_shards,
         )
-        self.batches = SupervisedBatches(
+        demonstrations = careless(
             parts.train_examples,
+            fraction=sft.careless,
+            above=sft.careless_above,
+            seed=config.seed,
+        )
+        self.batches = SupervisedBatches(
+            demonstrations,
             parts.tokenizer,
             batch_size=sft.batch_size,
             rows=rows,
@@ -60,6 +67,7 @@ class SFTTrainer:
             make_optimizer(sft),
             sft_objective(logprob_chunk=config.train.logprob_chunk),
             mesh=parts.mesh,
+            micro_batches=sft.micro_batches,
         )
 
     def __enter__(self) -> SFTTrainer:

@@ -87,6 +87,8 @@ def make_folder(folder: Path) -> None:
 
 def remove_step(folder: Path, step: int) -> None:
     """Delete the directory of `step`; a reader or a crash never sees a part of it as a whole."""
+    if jax.process_index() != 0:
+        return  # all processes share the directory
     doomed = folder / f"{step}{_DELETED_SUFFIX}"
     with output_errors(folder / str(step)):
         shutil.rmtree(doomed, ignore_errors=True)

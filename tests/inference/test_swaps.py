@@ -35,7 +35,7 @@ def _requests(prompts, temperature, lengths) -> list[Request]:
 
 def _drain(batcher) -> None:
     while batcher.running:
-        batcher.step(waiting=False)
+        batcher.step()
 
 
 def _check(tiny, in_flight, request) -> set[int]:
@@ -62,12 +62,12 @@ def test_logprobs_are_those_of_the_stamped_version(tiny, prompts, in_flight, tem
     batcher = _batcher(tiny, in_flight)
     old = _requests(prompts[5:8], temperature, [6, 14, 17])
     batcher.admit(old)
-    batcher.step(waiting=False)
+    batcher.step()
 
     batcher.swap(tiny.params[1], 1)
     new = _requests(prompts[1:2], temperature, [9])
     batcher.admit(new)
-    batcher.step(waiting=False)
+    batcher.step()
     batcher.swap(tiny.params[2], 2)
     _drain(batcher)
 
@@ -84,7 +84,7 @@ def test_tokens_before_a_swap_are_those_of_a_run_without_it(tiny, prompts, in_fl
     requests = [_requests(prompts[2:5], 1.0, [13, 13, 13]) for _ in range(2)]
     plain.admit(requests[0])
     swapped.admit(requests[1])
-    swapped.step(waiting=False)
+    swapped.step()
     swapped.swap(tiny.params[1], 1)
     _drain(plain)
     _drain(swapped)
@@ -105,13 +105,13 @@ def test_finish_serves_two_versions_at_once_and_then_lets_the_old_weights_go(tin
     del weights
     old = _requests(prompts[:2], 1.0, [9, 9])
     batcher.admit(old)
-    batcher.step(waiting=False)
+    batcher.step()
     batcher.swap(tiny.params[2], 2)
     new = _requests(prompts[2:4], 1.0, [9, 9])
     batcher.admit(new)
     before = batcher.counts.dispatches
 
-    batcher.step(waiting=False)
+    batcher.step()
 
     assert batcher.counts.dispatches == before + 2
     assert batcher.live_versions == (1, 2)

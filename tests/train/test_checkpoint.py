@@ -211,6 +211,7 @@ def test_restore_damaged_files_is_an_error(tmp_path):
             store.restore(make_state(rows=512))
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_failed_save_is_an_output_error_and_the_next_one_works(tmp_path, capfd):
     state = make_state(rows=65536)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

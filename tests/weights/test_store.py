@@ -297,6 +297,7 @@ def test_publish_into_a_path_that_cannot_be_a_directory_is_an_output_error(tmp_p
     assert str(tmp_path / "file" / "weights") in str(error.value)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_publish_when_the_disk_refuses_bytes_is_an_output_error(tmp_path):
     params = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(256, 256)), jnp.float32)}
     version = stamp(params, 0)
