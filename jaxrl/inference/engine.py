@@ -91,7 +91,9 @@ class Engine:
         self.steps_per_dispatch = steps_per_dispatch
         self.max_stop_tokens = max_stop_tokens
         self.prefill_buckets = _buckets("prefill_buckets", prefill_buckets, 16, max_length)
-        self.prefill_rows = tuple(sorted({1, min(prefill_rows, slots)}))
+        # One program whatever the number of prompts: another shape may round differently, and then
+        # a request's numbers would depend on who arrived with it.
+        self.prefill_rows = (min(prefill_rows, slots),)
         self.attend_buckets = _buckets("attend_buckets", attend_buckets, 64, max_length)
         self._compiled: dict[tuple, Callable] = {}
         self._mesh, self._rules = mesh, rules

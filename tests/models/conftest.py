@@ -8,17 +8,28 @@ import numpy as np
 import pytest
 
 from jaxrl.config import ModelConfig
-from jaxrl.models.model import build_model, forward, init_params
+from jaxrl.models.model import build_model, forward, init_params, sequence_logprobs
 
 # Most tests share the shapes [2, 8] and these programs: compiling is what these tests take time
 # for.
 _run = jax.jit(forward, static_argnums=0, static_argnames=("attend_length", "mesh", "rules"))
 
 
+_run_logprobs = jax.jit(
+    sequence_logprobs, static_argnums=0, static_argnames=("chunk", "mesh", "rules")
+)
+
+
 @pytest.fixture(scope="session")
 def run():
     """`forward`, jitted once for all tests."""
     return _run
+
+
+@pytest.fixture(scope="session")
+def run_logprobs():
+    """`sequence_logprobs`, jitted once for all tests."""
+    return _run_logprobs
 
 
 @pytest.fixture(scope="session")
@@ -47,8 +58,8 @@ def _random_scales(params):
     def change(path, leaf):
         if path[-1].key != "scale":
             return leaf
-        seed = sum(map(ord, jax.tree_util.keystr(path)))
-        return leaf + 0.3 * jax.random.normal(jax.random.key(seed), leaf.shape, leaf.dtype)
+        rng = np.random.default_rng(sum(map(ord, jax.tree_util.keystr(path))))
+        return jnp.array(leaf + 0.3 * rng.normal(size=leaf.shape), leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(change, params)
 

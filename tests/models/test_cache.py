@@ -58,18 +58,18 @@ def test_cache_filled_in_any_pieces_equals_full_forward(
 
 @SCAN
 def test_write_mask_inactive_rows_keep_their_cache_bit_for_bit(
-    make_model, make_tokens, scan_layers
+    make_model, make_tokens, run, scan_layers
 ):
-    model, params = make_model(scan_layers=scan_layers)
-    tokens, positions = make_tokens(3, 8)
-    _, cache = forward(model, params, tokens, positions, None, init_cache(model, 3, 8))
-    new, at = tokens[:, :1], jnp.full((3, 1), 4)
-    active = jnp.array([True, False, True])
+    model, params = make_model(scan_layers=scan_layers, qk_norm=True)
+    tokens, positions = make_tokens(2, 8)
+    _, cache = run(model, params, tokens, positions, None, init_cache(model, 2, 16))
+    new, at = tokens[:, :1], jnp.full((2, 1), 4)
+    active = jnp.array([True, False])
 
-    hidden, masked = forward(model, params, new, at, None, cache, write_mask=active)
-    hidden_all, written = forward(model, params, new, at, None, cache)
+    hidden, masked = run(model, params, new, at, None, cache, write_mask=active)
+    hidden_all, written = run(model, params, new, at, None, cache)
 
-    row = lambda tree, i: jax.tree.map(lambda x: x[..., i, :, :, :], tree)
+    row = lambda tree, i: jax.tree.map(lambda x: np.asarray(x)[..., i, :, :, :], tree)
     jax.tree.map(np.testing.assert_array_equal, row(masked, 1), row(cache, 1))
     jax.tree.map(np.testing.assert_array_equal, row(masked, 0), row(written, 0))
     np.testing.assert_array_equal(hidden[0], hidden_all[0])

@@ -4,6 +4,7 @@ nothing."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -13,7 +14,6 @@ from jaxrl.models.model import (
     build_model,
     forward,
     init_params,
-    sequence_logprobs,
     stack_layers,
     unstack_layers,
 )
@@ -29,23 +29,35 @@ def _assert_close(actual, expected, atol):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=atol), actual, expected)
 
 
-def _value_and_grad(model, params, tokens, positions):
-    loss = lambda params: sequence_logprobs(model, params, tokens, positions, None, chunk=8)[
-        0
-    ].mean()
-    return jax.jit(jax.value_and_grad(loss))(params)
-
-
-def test_scanned_equals_unrolled_values_and_gradients(make_model, make_tokens):
-    unrolled, params = make_model(qk_norm=True)
-    scanned, _ = make_model(qk_norm=True, scan_layers=True)
+@pytest.fixture(scope="module")
+def value_and_grad(make_model, make_tokens):
+    """Function (scan_layers, remat) -> (value, gradient in unrolled form), made once each."""
     tokens, positions = make_tokens(2, 8)
+    _, params = make_model(qk_norm=True)
+    weights = np.random.default_rng(0).normal(size=(2, 8, 32))
 
-    value, gradient = _value_and_grad(scanned, stack_layers(params), tokens, positions)
+    @functools.cache
+    def compute(scan_layers, remat):
+        model, _ = make_model(qk_norm=True, scan_layers=scan_layers, remat=remat)
+        loss = lambda params: (forward(model, params, tokens, positions)[0] * weights).mean()
+        given = stack_layers(params) if scan_layers else params
+        value, gradient = jax.jit(jax.value_and_grad(loss))(given)
+        return value, unstack_layers(gradient) if scan_layers else gradient
 
-    expected, expected_gradient = _value_and_grad(unrolled, params, tokens, positions)
+    return compute
+
+
+@pytest.mark.parametrize(
+    ("scan_layers", "remat"), [(False, "full"), (True, "none"), (True, "full")]
+)
+def test_scan_and_remat_values_and_gradients_equal_the_plain_ones(
+    value_and_grad, scan_layers, remat
+):
+    value, gradient = value_and_grad(scan_layers, remat)
+
+    expected, expected_gradient = value_and_grad(False, "none")
     np.testing.assert_allclose(value, expected, rtol=0, atol=1e-6)
-    _assert_close(unstack_layers(gradient), expected_gradient, atol=1e-5)
+    _assert_close(gradient, expected_gradient, atol=1e-6)
 
 
 def test_scanned_equals_unrolled_with_more_than_ten_layers(make_model, make_tokens, run):
@@ -57,19 +69,6 @@ def test_scanned_equals_unrolled_with_more_than_ten_layers(make_model, make_toke
 
     expected, _ = forward(unrolled, params, tokens, positions)
     np.testing.assert_allclose(hidden, expected, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("scan_layers", [False, True])
-def test_remat_equals_none_values_and_gradients(make_model, make_tokens, scan_layers):
-    plain, params = make_model(scan_layers=scan_layers, n_layers=1)
-    remat, _ = make_model(scan_layers=scan_layers, n_layers=1, remat="full")
-    tokens, positions = make_tokens(2, 8)
-
-    value, gradient = _value_and_grad(remat, params, tokens, positions)
-
-    expected, expected_gradient = _value_and_grad(plain, params, tokens, positions)
-    np.testing.assert_allclose(value, expected, rtol=0, atol=1e-6)
-    _assert_close(gradient, expected_gradient, atol=1e-6)
 
 
 @pytest.mark.parametrize("scan_layers", [False, True])

@@ -19,7 +19,7 @@ def _plain(model, params, hidden, targets, temperature=1.0):
 
 @pytest.fixture
 def hidden_and_targets(make_tokens):
-    hidden = jax.random.normal(jax.random.key(1), (3, 8, 32))
+    hidden = jnp.array(np.random.default_rng(1).normal(size=(3, 8, 32)), jnp.float32)
     return hidden, make_tokens(3, 8, seed=2)[0]
 
 
@@ -142,11 +142,13 @@ def test_gradient_holds_no_array_of_all_logits(make_model, make_tokens):
     assert _largest(trace(plain)) == batch * length * vocab
 
 
-def test_sequence_logprobs_index_i_describes_token_i(make_model, make_tokens):
+def test_sequence_logprobs_index_i_describes_token_i(make_model, make_tokens, run_logprobs):
     model, params = make_model()
     tokens, positions = make_tokens(2, 8)
 
-    logp, entropy = sequence_logprobs(model, params, tokens, positions, None, chunk=4)
+    one_segment = jnp.ones_like(tokens)
+
+    logp, entropy = run_logprobs(model, params, tokens, positions, one_segment, temperature=1.0)
 
     hidden, _ = forward(model, params, tokens, positions)
     expected_logp, expected_entropy = _plain(model, params, hidden[:, :-1], tokens[:, 1:])
@@ -156,41 +158,53 @@ def test_sequence_logprobs_index_i_describes_token_i(make_model, make_tokens):
     np.testing.assert_array_equal(entropy[:, 0], [0, 0])
 
 
-def test_sequence_logprobs_packed_equals_separate_and_zero_without_past(make_model, packed_batch):
+def test_sequence_logprobs_without_segments_is_one_segment(make_model, make_tokens, run_logprobs):
+    model, params = make_model()
+    tokens, positions = make_tokens(2, 8)
+
+    actual = run_logprobs(model, params, tokens, positions, None, temperature=1.0)
+
+    ones = jnp.ones_like(tokens)
+    expected = run_logprobs(model, params, tokens, positions, ones, temperature=1.0)
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-5)
+
+
+def test_sequence_logprobs_packed_equals_separate_and_zero_without_past(
+    make_model, packed_batch, run_logprobs
+):
     model, params = make_model()
     tokens, positions, segment_ids = packed_batch
 
-    logp, entropy = sequence_logprobs(
-        model, params, tokens, positions, segment_ids, temperature=0.7
-    )
+    logp, entropy = run_logprobs(model, params, tokens, positions, segment_ids, temperature=0.7)
 
+    logp, entropy = np.asarray(logp), np.asarray(entropy)
     for row, start, stop in [(0, 0, 3), (0, 3, 5), (1, 0, 8)]:
-        # Alone in its row, at the front: a causal model does not see what comes behind.
-        alone = jnp.roll(tokens[row : row + 1], -start, axis=1)
-        order = jnp.arange(8)[None]
-        expected, _ = sequence_logprobs(model, params, alone, order, None, temperature=0.7)
+        alone, order, segment = np.zeros((3, 2, 8), np.int32)
         n = stop - start
-        np.testing.assert_allclose(logp[row, start:stop], expected[0, :n], rtol=0, atol=1e-5)
+        alone[0, :n] = np.asarray(tokens)[row, start:stop]
+        order[0, :n], segment[0, :n] = range(n), 1
+        expected, _ = run_logprobs(model, params, alone, order, segment, temperature=0.7)
+        expected = np.asarray(expected)[0, :n]
+        np.testing.assert_allclose(logp[row, start:stop], expected, rtol=0, atol=1e-5)
         assert logp[row, start] == entropy[row, start] == 0
     np.testing.assert_array_equal(logp[0, 5:], [0, 0, 0])
     np.testing.assert_array_equal(entropy[0, 5:], [0, 0, 0])
 
 
-@pytest.mark.parametrize("scan_layers", [False, True])
-def test_gradient_with_padding_and_fully_padded_row_is_finite(
-    make_model, packed_batch, scan_layers
-):
-    model, params = make_model(scan_layers=scan_layers, n_layers=1, qk_norm=True)
-    empty = jnp.zeros((1, 8), jnp.int32)
-    tokens, positions, segment_ids = (jnp.concatenate([x, empty]) for x in packed_batch)
+def test_gradient_with_padding_and_fully_padded_row_is_that_of_the_tokens(make_model, packed_batch):
+    model, params = make_model(n_layers=1, qk_norm=True)
+    empty_row = [np.concatenate([x, np.zeros((1, 8), np.int32)]) for x in packed_batch]
+    full_row = [np.concatenate([x, np.asarray(x)[1:]]) for x in packed_batch]
 
-    def loss(params, rows):
-        args = (x[:rows] for x in (tokens, positions, segment_ids))
-        return sequence_logprobs(model, params, *args, chunk=16)[0].sum()
+    @jax.jit
+    @jax.grad
+    def gradient(params, tokens, positions, segment_ids, row_weights):
+        logp, _ = sequence_logprobs(model, params, tokens, positions, segment_ids, chunk=16)
+        return jnp.sum(logp * row_weights[:, None])
 
-    padded = jax.jit(jax.grad(lambda p: loss(p, 3)))(params)
+    padded = gradient(params, *empty_row, np.float32([1, 1, 1]))
 
-    expected = jax.jit(jax.grad(lambda p: loss(p, 2)))(params)
+    expected = gradient(params, *full_row, np.float32([1, 1, 0]))
     for a, b in zip(jax.tree.leaves(padded), jax.tree.leaves(expected), strict=True):
         assert np.isfinite(a).all()
         np.testing.assert_allclose(a, b, rtol=0, atol=2e-5)
