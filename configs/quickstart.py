@@ -1,8 +1,8 @@
 """The main job: supervised cold start, asynchronous GRPO, evaluation on held-out words.
 
 command:   jaxrl train --config=configs/quickstart.py        (make quickstart installs first)
-cost:      QUICKSTART_COST
-result:    QUICKSTART_EXPECTED
+cost:      about 300 CPU-seconds, 3 to 4 minutes on two quiet cores; no download (extra: `tasks`)
+result:    RESULT
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ def get_config() -> ExperimentConfig:
             careless_above=4,
         ),
         train=TrainConfig(
-            steps=80, batch_size=256, learning_rate=3e-4, warmup_steps=5, b2=0.98, row_length=32
+            steps=150, batch_size=256, learning_rate=3e-4, warmup_steps=5, b2=0.98, row_length=32
         ),
         algorithm=AlgorithmConfig(clip_high=0.28, behavior_weight_cap=2.0),
         rollout=RolloutConfig(
             max_staleness=1, group_size=8, max_new_tokens=8, slots=128, steps_per_dispatch=4
         ),
-        eval=EvalConfig(size=256, every=20),
-        checkpoint=CheckpointConfig(every=40),
+        eval=EvalConfig(size=256, every=30),
+        checkpoint=CheckpointConfig(every=50),
     )

@@ -93,7 +93,8 @@ def next_logits(model: Model, weights: Params) -> NextLogits:
             values.append(value)
         x = _norm(x, weights["final_norm"], config.norm_eps)
         logits = jnp.matmul(weights["head"], x, preferred_element_type=jnp.float32)
-        return logits.T, KVCache(tuple(keys), tuple(values))
+        # The barrier keeps the compiler from folding the transposition into a slower product.
+        return lax.optimization_barrier(logits).T, KVCache(tuple(keys), tuple(values))
 
     return step
 

@@ -129,7 +129,7 @@ def test_import_config_does_not_load_jax():
     assert "flax" not in loaded
 
 
-HEAVY = ("matplotlib", "tensorboardX", "reasoning_gym", "torch", "tensorflow", "rich", "pandas")
+HEAVY = ("matplotlib", "tensorboardX", "reasoning_gym", "torch", "tensorflow", "pandas")
 
 
 @pytest.mark.parametrize(

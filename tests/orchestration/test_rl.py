@@ -97,14 +97,14 @@ def plain_loop(config, devices) -> str:
     return version.digest
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_fit_staleness_zero_equals_the_plain_synchronous_loop_bit_for_bit(make_config, count):
     config, devices = make_config(), jax.devices()[:count]
 
     assert fit(config, devices) == plain_loop(config, devices)
 
 
-@pytest.mark.parametrize("in_flight", ["continue", "finish"])
+@pytest.mark.parametrize("in_flight", ["finish", pytest.param("continue", marks=pytest.mark.slow)])
 def test_fit_asynchronous_every_token_is_proven_from_disk(make_config, in_flight):
     config = make_config(rollout={"max_staleness": 2, "in_flight": in_flight})
 
@@ -198,6 +198,7 @@ def test_fit_interrupted_then_resumed_equals_an_uninterrupted_run_bit_for_bit(ma
     assert resumed == straight
 
 
+@pytest.mark.slow
 def test_fit_interrupted_in_the_cold_start_resumes_bit_for_bit(make_config):
     straight = fit(make_config("straight"))
     config = make_config("stopped")
