@@ -21,6 +21,10 @@ class RequestError(JaxrlError, ValueError):
     """A sampling request cannot be served: empty prompt, too long, bad token or parameter."""
 
 
+class NonFiniteError(JaxrlError):
+    """An update met a loss or gradient that is not finite; the weights were left as they were."""
+
+
 class DriverError(JaxrlError):
     """The decode driver is not running, or an engine step failed; the cause is chained."""
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from jaxrl.errors import CheckpointError
+from jaxrl.errors import CheckpointError, NonFiniteError
 from jaxrl.observe.logger import get_logger
 from jaxrl.orchestration.session import Session
 from jaxrl.train.engine import TrainEngine
@@ -29,6 +29,16 @@ class Place:
     version: WeightVersion
     position: Mapping[str, Any]
     rl_start: int = -1
+
+
+def require_finite(metrics: Mapping[str, Any], update: int) -> None:
+    """Raise `NonFiniteError` if the update's loss or gradient was not finite. Waits for it."""
+    if float(metrics["nonfinite"]):
+        raise NonFiniteError(
+            f"update {update}: loss {float(metrics['loss'])} or gradient norm "
+            f"{float(metrics['grad_norm'])} is not finite; the weights are those of before. A "
+            "lower learning rate or grad_clip may help; going on starts at the last checkpoint"
+        )
 
 
 def save_checkpoint(session: Session, engine: TrainEngine, place: Place) -> None:

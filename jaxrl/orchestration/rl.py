@@ -18,7 +18,13 @@ from jaxrl.observe.logger import get_logger
 from jaxrl.observe.plots import plot_metrics
 from jaxrl.orchestration.evaluate import Evaluation, evaluate
 from jaxrl.orchestration.ledger import effective, read_ledger
-from jaxrl.orchestration.recovery import Place, latest_place, restore_engine, save_checkpoint
+from jaxrl.orchestration.recovery import (
+    Place,
+    latest_place,
+    require_finite,
+    restore_engine,
+    save_checkpoint,
+)
 from jaxrl.orchestration.samplers import TextSampler, eval_params, make_driver, make_pool
 from jaxrl.orchestration.session import Session
 from jaxrl.orchestration.sft import SFTTrainer
@@ -218,6 +224,7 @@ class RLTrainer:
         # The device works meanwhile.
         self.session.ledger.consumed(groups, trained)
         self.session.run_dir.write_trajectories(trained, groups, self._digests)
+        require_finite(metrics, trained)
         self._publish()
         self.session.ledger.append("updated", update=trained, version=self._version.number)
         # Before anything slow: the sampler waits for this, nobody waits for the rest.

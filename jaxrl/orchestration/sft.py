@@ -9,9 +9,16 @@ import jax
 
 from jaxrl.config import ExperimentConfig
 from jaxrl.data.supervised import SupervisedBatches, careless
+from jaxrl.errors import NonFiniteError
 from jaxrl.models.model import init_params
 from jaxrl.observe import names
-from jaxrl.orchestration.recovery import Place, latest_place, restore_engine, save_checkpoint
+from jaxrl.orchestration.recovery import (
+    Place,
+    latest_place,
+    require_finite,
+    restore_engine,
+    save_checkpoint,
+)
 from jaxrl.orchestration.session import Session
 from jaxrl.rollout.collate import rows_for
 from jaxrl.train.engine import TrainEngine
@@ -47,6 +54,7 @@ class SFTTrainer:
             micro_batches=sft.micro_batches,
             data_axes=parts.row_shards,
         )
+        self._previous: dict[str, jax.Array] | None = None
         demonstrations = careless(
             parts.train_examples,
             fraction=sft.careless,
@@ -94,8 +102,15 @@ class SFTTrainer:
                 while self.engine.version < self.config.sft.steps:
                     with session.step():
                         self._update()
-            finally:
-                version = self._save()
+                if self._previous is not None:
+                    require_finite(self._previous, self.engine.version - 1)
+            except NonFiniteError:
+                # What is on disk is good, what is in memory is not known to be.
+                raise
+            except BaseException:
+                self._save()
+                raise
+            version = self._save()
         session.tracker.flush()
         return version
 
@@ -103,6 +118,10 @@ class SFTTrainer:
         began, step = time.monotonic(), self.engine.version
         batch = next(self.batches)
         metrics = self.engine.update(batch)
+        # Of the update before: the device has finished that one, so nobody waits.
+        previous, self._previous = self._previous, metrics
+        if previous is not None:
+            require_finite(previous, step - 1)
         every = self.config.checkpoint.every
         self.session.tracker.log(
             step + 1, {f"sft/{name}": value for name, value in metrics.items()}

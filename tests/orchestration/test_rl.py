@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from orchestration_rewards import share
 
-from jaxrl.errors import CheckpointError, OutputError, RewardError
+from jaxrl.errors import CheckpointError, NonFiniteError, OutputError, RewardError
 from jaxrl.models.model import sequence_logprobs
 from jaxrl.observe.writers import read_metrics
 from jaxrl.orchestration.interrupts import Interrupted
@@ -23,6 +23,7 @@ from jaxrl.orchestration.session import Parts
 from jaxrl.orchestration.sft import SFTTrainer
 from jaxrl.rollout.collate import collate, rows_for
 from jaxrl.rollout.workflow import TrajectoryBuilder, derive_seed, sample_id_of
+from jaxrl.train.checkpoint import CheckpointStore
 from jaxrl.train.engine import TrainEngine
 from jaxrl.train.objectives import grpo_objective
 from jaxrl.train.optimizer import make_optimizer
@@ -289,3 +290,22 @@ def test_fit_kl_to_the_start_holds_the_policy_near_it(make_config):
         return sum(jax.tree.leaves(parts))
 
     assert moved(held) < moved(free)
+
+
+def test_fit_update_that_is_not_finite_stops_the_run_and_keeps_the_checkpoint(make_config):
+    config = make_config(checkpoint={"every": 1, "publish_every": 0})
+
+    with RLTrainer(config, devices=one_device()) as trainer:
+        collate = trainer._collate
+
+        def broken(groups):
+            batch = collate(groups)
+            if trainer.updates == 2:
+                batch.loss_weights[:] = np.inf
+            return batch
+
+        trainer._collate = broken
+        with pytest.raises(NonFiniteError, match="update 6"):
+            trainer.fit()
+
+    assert CheckpointStore(RunDir(config.output_dir).checkpoints).latest() == 6
