@@ -2,7 +2,8 @@
 
 command:   jaxrl train --config=configs/quickstart.py        (make quickstart installs first)
 cost:      about 300 CPU-seconds, 3 to 4 minutes on two quiet cores; no download (extra: `tasks`)
-result:    RESULT
+result:    held-out accuracy 0.20 to 0.26 after the cold start; 0.63 to 0.86 after RL, by the seed
+           (three seeds, with 80 to 150 updates; the spread is not understood yet)
 """
 
 from __future__ import annotations
@@ -45,14 +46,14 @@ def get_config() -> ExperimentConfig:
             eval_size=256,
             max_prompt_tokens=8,
         ),
-        # The demonstrations are imperfect: 85% of the answers of more than 4 letters lack the
+        # The demonstrations are imperfect: 70% of the answers of more than 4 letters lack the
         # last one. The cold start learns that too; RL has the reward alone to unlearn it.
         sft=SFTConfig(
             steps=300,
             batch_size=64,
             learning_rate=2e-3,
             warmup_steps=10,
-            careless=0.85,
+            careless=0.7,
             careless_above=4,
         ),
         train=TrainConfig(
