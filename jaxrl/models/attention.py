@@ -53,41 +53,11 @@ def attend(query: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array
     batch, length, n_heads, head_dim = query.shape
     n_kv_heads = keys.shape[1]
     grouped = query.reshape(batch, length, n_kv_heads, n_heads // n_kv_heads, head_dim)
-    grouped = grouped * head_dim**-0.5
-    if length == 1:
-        mixed = jax.lax.platform_dependent(
-            grouped, keys, values, mask, cpu=attend_by_head, default=attend_by_group
-        )
-    else:
-        mixed = attend_by_group(grouped, keys, values, mask)
+    scores = jnp.einsum("btkgh,bksh->bkgts", grouped, keys, preferred_element_type=jnp.float32)
+    scores = jnp.where(mask[:, None, None], scores * head_dim**-0.5, _MASKED)
+    weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
+    mixed = jnp.einsum("bkgts,bksh->btkgh", weights, values)
     return mixed.reshape(batch, length, n_heads, head_dim)
-
-
-def attend_by_group(
-    query: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array
-) -> jax.Array:
-    """`attend` for scaled query [B, T, K, G, H]: the heads of a group share one pass over the
-    keys."""
-    scores = jnp.einsum("btkgh,bksh->bkgts", query, keys, preferred_element_type=jnp.float32)
-    weights = jax.nn.softmax(jnp.where(mask[:, None, None], scores, _MASKED), axis=-1)
-    return jnp.einsum("bkgts,bksh->btkgh", weights.astype(values.dtype), values)
-
-
-def attend_by_head(
-    query: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array
-) -> jax.Array:
-    """`attend_by_group` for T = 1 on CPU: matrix-vector products, one head of each group at a time.
-
-    XLA:CPU runs these about twice as fast as the grouped products with their few rows.
-    """
-    heads = []
-    for g in range(query.shape[3]):
-        scores = jnp.einsum(
-            "bkh,bksh->bks", query[:, 0, :, g], keys, preferred_element_type=jnp.float32
-        )
-        weights = jax.nn.softmax(jnp.where(mask, scores, _MASKED), axis=-1)
-        heads.append(jnp.einsum("bks,bksh->bkh", weights.astype(values.dtype), values))
-    return jnp.stack(heads, axis=2)[:, None]
 
 
 def write_cache(
