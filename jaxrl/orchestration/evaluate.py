@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -72,7 +73,7 @@ def evaluate(
     `timeout_s`, `RewardError` if the scorer fails.
     """
     began = time.monotonic()
-    outcomes = asyncio.run(_all(sampler, pool, prompts, params, seed, timeout_s))
+    outcomes = _run(_all(sampler, pool, prompts, params, seed, timeout_s))
     completions = [completion for completion, _ in outcomes]
     _require_version(prompts, completions, version)
     scores = [_score(p, result) for p, (_, result) in zip(prompts, outcomes, strict=True)]
@@ -90,6 +91,16 @@ def evaluate(
             for p, c, s in zip(prompts[:5], completions, scores, strict=False)
         ),
     )
+
+
+def _run(work: Coroutine[Any, Any, Any]) -> Any:
+    """The result of a coroutine, also for callers whose thread runs an event loop (notebooks)."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, work).result()
 
 
 async def _all(

@@ -80,3 +80,10 @@ def test_evaluate_failing_scorer_is_an_error_with_the_prompt():
 def test_evaluate_sampler_that_never_answers_meets_the_deadline():
     with pytest.raises(DeadlineError, match="0 of 4"):
         run(ScriptedSampler(hang=True), ScriptedPool(), timeout_s=0.05)
+
+
+@pytest.mark.asyncio
+async def test_evaluate_inside_a_running_event_loop_works_as_in_a_notebook():
+    result = run(ScriptedSampler(), ScriptedPool())
+
+    assert result.prompts == 4
