@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import nbformat
 import pytest
 from nbclient import NotebookClient
@@ -25,4 +27,5 @@ def test_quickstart_notebook_runs_and_shows_versions(tmp_path, repo_root, monkey
     )
     assert "before RL" in text
     assert "by weights v50:" in text
-    assert "v49" in text
+    # Sampled one update ahead at most.
+    assert re.search(r"v4[89] [0-9a-f]{12}", text)
