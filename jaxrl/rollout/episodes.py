@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Mapping
@@ -142,10 +143,8 @@ def retrieve(task: asyncio.Future[Any]) -> None:
 def _named(error: BaseException, sample_id: str) -> JaxrlError:
     """The same kind of error with the sample id in front, where its constructor allows that."""
     if isinstance(error, JaxrlError):
-        try:
+        with contextlib.suppress(TypeError):
             return type(error)(f"episode {sample_id}: {error}")
-        except TypeError:
-            pass
     return RolloutError(f"episode {sample_id}: the workflow raised {type(error).__name__}: {error}")
 
 

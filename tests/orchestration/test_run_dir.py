@@ -88,8 +88,8 @@ def test_acquire_directory_of_a_live_run_is_refused_until_it_ends(tmp_path):
         other.kill()
         other.communicate()
 
-    with RunDir(tmp_path):
-        pass
+    with RunDir(tmp_path) as run:
+        assert run.ledger.parent == tmp_path
 
 
 def test_acquire_twice_in_one_process_is_refused_and_release_lets_in(tmp_path):

@@ -6,10 +6,6 @@ import dataclasses
 import json
 import os
 import resource
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import jax
@@ -17,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from killing import kill_when_exists
 from train.train_cases import make_batch, reused_engine
 
 from jaxrl.errors import CheckpointError, OutputError, WeightVersionError
@@ -251,16 +248,7 @@ store.wait()
 @pytest.mark.slow
 def test_process_killed_while_saving_leaves_the_one_before(tmp_path):
     unfinished = tmp_path / "2.orbax-checkpoint-tmp"
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
-    child = subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path)], env=environment)
-    try:
-        deadline = time.monotonic() + 120
-        while not unfinished.exists() and child.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.001)
-        child.send_signal(signal.SIGKILL)
-    finally:
-        child.kill()
-        child.wait()
+    kill_when_exists(CHILD, tmp_path, unfinished)
     assert unfinished.exists(), "the child was not killed within its second save"
 
     params = {"w": jax.ShapeDtypeStruct((4, 1024), jnp.int32)}

@@ -6,10 +6,8 @@ import json
 import os
 import resource
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import jax
@@ -17,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from killing import kill_when_exists
 
 from jaxrl.errors import CheckpointError, OutputError, WeightVersionError
 from jaxrl.sharding import make_mesh
@@ -343,16 +342,7 @@ store.publish(large, stamp(large, 2))
 @pytest.mark.slow
 def test_process_killed_while_publishing_leaves_earlier_versions(tmp_path):
     unfinished = tmp_path / "2.orbax-checkpoint-tmp"
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
-    child = subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path)], env=environment)
-    try:
-        deadline = time.monotonic() + 120
-        while not unfinished.exists() and child.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.001)
-        child.send_signal(signal.SIGKILL)
-    finally:
-        child.kill()
-        child.wait()
+    kill_when_exists(CHILD, tmp_path, unfinished)
     assert unfinished.exists(), "the child was not killed within its second publish"
 
     store = WeightStore(tmp_path)
