@@ -161,11 +161,13 @@ async def test_bad_request_fails_alone(tiny, prompts):
 
 async def test_cancelled_request_leaves_the_queue_at_once_and_frees_its_slot(tiny, prompts):
     engine = Gate(tiny.engine, hold_at=[1])
-    with _driver(tiny, engine) as driver:
-        running = [
-            asyncio.create_task(driver.sample(prompts[i], SamplingParams(20, seed=i)))
-            for i in range(4)
-        ]
+    driver = _driver(tiny, engine)
+    running = [
+        asyncio.create_task(driver.sample(prompts[i], SamplingParams(20, seed=i))) for i in range(4)
+    ]
+    # Before the start: all of them, not those who happen to be quick, are in the first dispatch.
+    await _until(lambda: driver.stats().waiting == 4)
+    with driver:
         await asyncio.to_thread(engine.reached.wait, 60)
         queued = [
             asyncio.create_task(driver.sample(prompts[i], SamplingParams(4, seed=i)))
@@ -268,10 +270,12 @@ async def test_prefill_failure_reaches_the_request_that_was_being_admitted(tiny,
 
 async def test_stop_fails_what_is_left_and_refuses_the_rest(tiny, prompts):
     engine = Gate(tiny.engine, hold_at=[1])
-    driver = _driver(tiny, engine).start()
+    driver = _driver(tiny, engine)
     tasks = [
         asyncio.create_task(driver.sample(prompts[i], SamplingParams(20, seed=i))) for i in range(6)
     ]
+    await _until(lambda: driver.stats().waiting == 6)
+    driver.start()
     await asyncio.to_thread(engine.reached.wait, 60)
     await _until(lambda: driver.stats().waiting == 2)
 
