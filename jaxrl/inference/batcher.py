@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from jaxrl.inference.engine import Engine, Entry, Weights
+from jaxrl.inference.engine import Engine, Entry
 from jaxrl.inference.requests import Request
 from jaxrl.inference.steps import Params, Prefix
 
@@ -52,7 +52,7 @@ class Batcher:
         self.in_flight = in_flight
         self.counts = Counts()
         self.version = version
-        self._weights: dict[int, Weights] = {version: engine.prepare(params)}
+        self._weights: dict[int, Params] = {version: params}
         self._rows: list[Request | None] = [None] * engine.slots
         self._row_version = [version] * engine.slots
         self._prefixes = PrefixCache(prefix_cache)
@@ -82,7 +82,7 @@ class Batcher:
 
     def swap(self, params: Params, version: int) -> None:
         """New requests use the new weights; running ones follow the in-flight policy."""
-        self._weights[version] = self.engine.prepare(params)
+        self._weights[version] = params
         self.version = version
         # Keys and values of other weights must never serve a new request.
         self._prefixes.clear()

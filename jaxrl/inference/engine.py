@@ -9,7 +9,6 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
-import math
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,24 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxrl.inference import columns as column_step
 from jaxrl.inference import steps
 from jaxrl.inference.sampling import seed_words
 from jaxrl.inference.steps import Control, Copies, DecodeState, First, Params, Prefix, Starts
 from jaxrl.models.model import Model, init_cache
 from jaxrl.sharding import DEFAULT_RULES, Rules
 from jaxrl.types import SamplingParams
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Weights:
-    """Weights ready for an engine: `params` for prefill, and the form that decoding reads.
-
-    Both may be the same arrays; neither may be donated or changed while the engine uses them.
-    """
-
-    params: Params
-    decode: Params
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,8 +43,7 @@ class Engine:
     the last. Up to `prefill_rows` prompts share one prefill call. `steps_per_dispatch` is the
     largest number of tokens per slot in one call of `generate`. With a `mesh`, slots are split over
     the batch axes of `rules` and heads over its tensor axis; without one, everything lives on
-    `device` (default: the first). `columns` chooses the decode step of `columns.py`, which is
-    faster on CPUs (default: there, if it knows the model).
+    `device` (default: the first).
 
     Raises ValueError for sizes that do not fit together.
     """
@@ -75,7 +61,6 @@ class Engine:
         max_stop_tokens: int = 8,
         mesh: Mesh | None = None,
         device: jax.Device | None = None,
-        columns: bool | None = None,
         rules: Rules = DEFAULT_RULES,
     ) -> None:
         sizes = {
@@ -84,7 +69,7 @@ class Engine:
             "prefill_rows": prefill_rows,
             "max_stop_tokens": max_stop_tokens,
         }
-        _check_sizes(sizes, max_length, _batch_shards(mesh, rules))
+        _check_sizes(sizes, max_length, rules.shards(mesh, "batch"))
         self.model = model
         self.slots = slots
         self.max_length = max_length
@@ -103,11 +88,6 @@ class Engine:
         else:
             self._whole = NamedSharding(mesh, PartitionSpec())
             self.param_shardings = model.shardings(mesh, rules)
-        usable = mesh is None and column_step.supports(model)
-        if columns and not usable:
-            raise ValueError("columns=True needs an engine without a mesh and unscanned layers")
-        on_cpu = next(iter(self._whole.device_set)).platform == "cpu"
-        self.columns = usable and (on_cpu if columns is None else columns)
         self._params_like = _described(model.abstract, self.param_shardings)
         self._state_like = self._describe_state()
 
@@ -123,7 +103,7 @@ class Engine:
         prefills = [(r, b) for b in self.prefill_buckets for r in self.prefill_rows]
         keys = [("generate", attend) for attend in self.attend_buckets]
         keys += [(verb, *sizes) for sizes in prefills for verb in ("prefill", "copy")]
-        keys += [("init",), ("start",), *([("turn",)] if self.columns else [])]
+        keys += [("init",), ("start",)]
         # Compilers run outside Python's lock.
         with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
             list(pool.map(lambda key: self._program(*key), keys))
@@ -147,15 +127,11 @@ class Engine:
                     f"copy the weights to engine.param_shardings first"
                 )
 
-    def prepare(self, params: Params) -> Weights:
-        """The weights in the form that the other verbs take. They must fit: see `check_params`."""
-        return Weights(params, self._program("turn")(params) if self.columns else params)
-
     def init_state(self) -> DecodeState:
         """A state with every slot empty."""
         return self._program("init")()
 
-    def prefill(self, weights: Weights, prompts: Sequence[np.ndarray], version: int) -> Prefix:
+    def prefill(self, params: Params, prompts: Sequence[np.ndarray], version: int) -> Prefix:
         """Prompts int [P] of equal bucket, at most `prefill_rows[-1]` -> one row each.
 
         `version` is the number of the weights; tokens drawn from the result are stamped with it.
@@ -167,9 +143,7 @@ class Engine:
         for i, prompt in enumerate(prompts):
             tokens[i, : len(prompt)] = prompt
             length[i] = len(prompt)
-        return self._program("prefill", rows, bucket)(
-            weights.params, tokens, length, np.int32(version)
-        )
+        return self._program("prefill", rows, bucket)(params, tokens, length, np.int32(version))
 
     def insert(
         self, prefix: Prefix, state: DecodeState, entries: Sequence[Entry], *, resume: bool = False
@@ -190,7 +164,7 @@ class Engine:
 
     def generate(
         self,
-        weights: Weights,
+        params: Params,
         state: DecodeState,
         *,
         version: int,
@@ -213,7 +187,7 @@ class Engine:
             steps=np.int32(self.steps_per_dispatch if max_steps is None else max_steps),
             leave_at=np.int32(self.slots + 1 if leave_at is None else leave_at),
         )
-        return self._program("generate", attend)(weights.decode, state, control)
+        return self._program("generate", attend)(params, state, control)
 
     def prefill_bucket(self, length: int) -> int:
         """The smallest bucket that holds a prompt of `length` tokens."""
@@ -281,29 +255,18 @@ class Engine:
         first = self._prefix_like(1, self.prefill_buckets[0]).first
         return start.lower(first, slots, self._from_host(self._starts(())))
 
-    def _build_turn(self) -> jax.stages.Lowered:
-        turn = functools.partial(column_step.turn_weights, self.model)
-        return jax.jit(turn, out_shardings=self._whole).lower(self._params_like)
-
     def _build_generate(self, attend: int) -> jax.stages.Lowered:
         model, k = self.model, self.steps_per_dispatch
 
-        def generate(weights: Params, state: DecodeState, control: Control) -> tuple:
-            if self.columns:
-                logits = column_step.next_logits(model, weights)
-            else:
-                logits = steps.next_logits(model, weights, self._mesh, self._rules)
+        def generate(params: Params, state: DecodeState, control: Control) -> tuple:
+            logits = steps.next_logits(model, params, self._mesh, self._rules)
             return steps.generate(logits, state, control, steps=k, attend_length=attend)
 
-        weights = self._params_like
-        if self.columns:
-            turned = jax.eval_shape(functools.partial(column_step.turn_weights, model), weights)
-            weights = self._described(turned, None)
         ints = [self._host(()) for _ in range(3)]
         control = Control(self._host((self.slots,), bool), *ints)
         out = (_shardings(self._state_like), self._whole)
         program = jax.jit(generate, donate_argnums=1, out_shardings=out)
-        return program.lower(weights, self._state_like, control)
+        return program.lower(self._params_like, self._state_like, control)
 
     def _empty_state(self) -> DecodeState:
         cache = init_cache(self.model, self.slots, self.max_length)
@@ -368,15 +331,6 @@ def _check_sizes(sizes: dict[str, int], max_length: int, shards: int) -> None:
         raise ValueError(
             f"slots={sizes['slots']} must be divisible by the mesh's batch axes, {shards}"
         )
-
-
-def _batch_shards(mesh: Mesh | None, rules: Rules) -> int:
-    """Into how many parts the mesh splits the slots."""
-    if mesh is None:
-        return 1
-    names = rules.spec(("batch",))[0] or ()
-    names = (names,) if isinstance(names, str) else names
-    return math.prod(mesh.shape[name] for name in names)
 
 
 def _buckets(name: str, asked: Sequence[int], smallest: int, max_length: int) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxrl.models import attention as ops
+from jaxrl.models.linear import linear
 
 if TYPE_CHECKING:
     from jaxrl.config import ModelConfig
@@ -42,7 +43,8 @@ class KVCache(NamedTuple):
 class Context:
     """What every layer needs to know about the tokens of this call.
 
-    cos, sin float32 [B, T, H/2]; mask bool [B or 1, T, S]. With a cache: `slots` [B, T] are the
+    cos, sin float32 [B, T, H/2]; mask bool [B or 1, T, S]; `causal`: S = T, the mask hides later
+    entries, and T is not split over devices. With a cache: `slots` [B, T] are the
     entries that the tokens are written to, and queries see the first `attend_length` entries.
     """
 
@@ -52,6 +54,7 @@ class Context:
     constrain: Constrain
     slots: jax.Array | None = None
     attend_length: int = 0
+    causal: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,13 +96,13 @@ class Attention(nnx.Module):
 
     def __init__(self, config: ModelConfig, declare: Declare):
         d, n, k, h = config.d_model, config.n_heads, config.n_kv_heads, config.head_dim
-        kv_axes = ("embed", "kv_heads", "head_dim")
-        self.query = declare((d, n, h), ("embed", "heads", "head_dim"), std=d**-0.5)
-        self.key = declare((d, k, h), kv_axes, std=d**-0.5)
-        self.value = declare((d, k, h), kv_axes, std=d**-0.5)
+        kv_axes = ("kv_heads", "head_dim", "embed")
+        self.query = declare((n, h, d), ("heads", "head_dim", "embed"), std=d**-0.5)
+        self.key = declare((k, h, d), kv_axes, std=d**-0.5)
+        self.value = declare((k, h, d), kv_axes, std=d**-0.5)
         # 2 * n_layers outputs add up in the residual stream: each gets its share of the variance.
         out_std = (n * h * 2 * config.n_layers) ** -0.5
-        self.out = declare((n, h, d), ("heads", "head_dim", "embed"), std=out_std)
+        self.out = declare((d, n, h), ("embed", "heads", "head_dim"), std=out_std)
         if config.qk_norm:
             self.query_norm = RMSNorm(h, config.norm_eps, declare)
             self.key_norm = RMSNorm(h, config.norm_eps, declare)
@@ -110,9 +113,7 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, tuple | None]:
         """x [B, T, D] -> (output [B, T, D], the cache (keys, values) with this call's tokens)."""
         pin = context.constrain
-        query = jnp.einsum("btd,dnh->btnh", x, self.query[...].astype(x.dtype))
-        key = jnp.einsum("btd,dkh->btkh", x, self.key[...].astype(x.dtype))
-        value = jnp.einsum("btd,dkh->btkh", x, self.value[...].astype(x.dtype))
+        query, key, value = (_heads(x, w[...]) for w in (self.query, self.key, self.value))
         if self.qk_norm:
             query, key = self.query_norm(query), self.key_norm(key)
         query = pin(ops.apply_rope(query, context.cos, context.sin), _HEADS)
@@ -126,12 +127,20 @@ class Attention(nnx.Module):
                 ops.write_cache(cache[1], value, context.slots, layer),
             )
             keys, values = (_visible(side, context.attend_length, layer) for side in cache)
-        mixed = pin(ops.attend(query, keys, values, context.mask), _HEADS)
-        return jnp.einsum("btnh,nhd->btd", mixed, self.out[...].astype(x.dtype)), cache
+        mixed = pin(ops.attend(query, keys, values, context.mask, causal=context.causal), _HEADS)
+        return linear(
+            mixed.reshape(*x.shape[:2], -1), self.out[...].reshape(x.shape[-1], -1)
+        ), cache
 
 
 _HEADS = ("batch", "length", "heads", "head_dim")
 _KV_HEADS = ("batch", "length", "kv_heads", "head_dim")
+
+
+def _heads(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """x [B, T, D], weight [N, H, D] -> [B, T, N, H]."""
+    n_heads, head_dim, width = weight.shape
+    return linear(x, weight.reshape(-1, width)).reshape(*x.shape[:2], n_heads, head_dim)
 
 
 def _visible(cache: jax.Array, length: int, layer: jax.Array | None) -> jax.Array:
@@ -146,16 +155,14 @@ class MLP(nnx.Module):
 
     def __init__(self, config: ModelConfig, declare: Declare):
         d, f = config.d_model, config.mlp_dim
-        self.gate = declare((d, f), ("embed", "mlp"), std=d**-0.5)
-        self.up = declare((d, f), ("embed", "mlp"), std=d**-0.5)
-        self.down = declare((f, d), ("mlp", "embed"), std=(f * 2 * config.n_layers) ** -0.5)
+        self.gate = declare((f, d), ("mlp", "embed"), std=d**-0.5)
+        self.up = declare((f, d), ("mlp", "embed"), std=d**-0.5)
+        self.down = declare((d, f), ("embed", "mlp"), std=(f * 2 * config.n_layers) ** -0.5)
 
     def __call__(self, x: jax.Array, context: Context) -> jax.Array:
         """x [B, T, D] -> [B, T, D]."""
-        gate = jnp.einsum("btd,df->btf", x, self.gate[...].astype(x.dtype))
-        up = jnp.einsum("btd,df->btf", x, self.up[...].astype(x.dtype))
-        inner = context.constrain(jax.nn.silu(gate) * up, ("batch", "length", "mlp"))
-        return jnp.einsum("btf,fd->btd", inner, self.down[...].astype(x.dtype))
+        inner = jax.nn.silu(linear(x, self.gate[...])) * linear(x, self.up[...])
+        return linear(context.constrain(inner, ("batch", "length", "mlp")), self.down[...])
 
 
 class Block(nnx.Module):

@@ -24,6 +24,7 @@ from jax.sharding import Mesh
 
 from jaxrl.models import attention as ops
 from jaxrl.models.decoder import Constrain, Context, Decoder, KVCache
+from jaxrl.models.linear import linear
 from jaxrl.sharding import DEFAULT_RULES, Rules, shardings_of
 
 if TYPE_CHECKING:
@@ -174,7 +175,9 @@ def forward(
     if cache is None:
         if attend_length is not None or write_mask is not None:
             raise ValueError("attend_length and write_mask need a cache")
-        context = Context(cos, sin, ops.causal_mask(tokens.shape[1], segment_ids), constrain)
+        mask = ops.causal_mask(tokens.shape[1], segment_ids)
+        whole = rules.shards(mesh, "length") == 1
+        context = Context(cos, sin, mask, constrain, causal=whole)
     else:
         if segment_ids is not None:
             raise ValueError("segment_ids cannot be combined with a cache: one row is one sequence")
@@ -190,8 +193,9 @@ def forward(
 
 def unembed(model: Model, params: Params, hidden: jax.Array) -> jax.Array:
     """hidden [..., D] -> logits float32 [..., V]."""
-    weight = _unembedding(model, params).astype(hidden.dtype)
-    return jnp.einsum("...d,vd->...v", hidden, weight, preferred_element_type=jnp.float32)
+    rows = hidden.reshape(1, -1, hidden.shape[-1])
+    logits = linear(rows, _unembedding(model, params), out_dtype=jnp.float32)
+    return logits.reshape(*hidden.shape[:-1], -1)
 
 
 def token_logprobs(
@@ -306,10 +310,8 @@ def _constrain(mesh: Mesh | None, rules: Rules, batch: int) -> Constrain:
     """The function that pins an activation to the mesh: nothing without one."""
     if mesh is None:
         return lambda x, axes: x
-    names = rules.spec(("batch",))[0] or ()
-    names = (names,) if isinstance(names, str) else names
     # A single prompt on a mesh with data axes: every group of devices then works on the same rows.
-    whole = batch % math.prod(mesh.shape[name] for name in names) != 0
+    whole = batch % rules.shards(mesh, "batch") != 0
 
     def constrain(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
         axes = tuple(None if whole and name == "batch" else name for name in axes)

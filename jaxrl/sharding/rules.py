@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
@@ -71,6 +72,12 @@ class Rules:
                     f"but the mesh has {', '.join(map(str, mesh.axis_names))}"
                 )
         return NamedSharding(mesh, spec)
+
+    def shards(self, mesh: Mesh | None, axis: str) -> int:
+        """Into how many parts `mesh` splits the logical axis; 1 without a mesh."""
+        if mesh is None:
+            return 1
+        return math.prod(mesh.shape[name] for name in _as_tuple(self._lookup(axis, (axis,))))
 
     def _lookup(self, name: str | None, axes: LogicalAxes) -> MeshAxes:
         if name is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -160,7 +159,7 @@ class TrainEngine:
         """Arrays [R, T] -> [M, R/M, T] on the mesh, rows split over the data axes."""
         rows, length = arrays["tokens"].shape
         sharding = self.rules.sharding(self.mesh, _ROWS)
-        data, context = (_parts(entry, self.mesh) for entry in sharding.spec[1:])
+        data, context = (self.rules.shards(self.mesh, axis) for axis in _ROWS[1:])
         if rows % (self.micro_batches * data):
             raise ValueError(
                 f"rows={rows} must be divisible by {self.micro_batches * data}: "
@@ -193,9 +192,3 @@ def _state_shardings(model: Model, optimizer: Any, mesh: Mesh, rules: Rules) -> 
         transform_non_params=lambda leaf: replicated,
     )
     return TrainState(params, opt_state, replicated)
-
-
-def _parts(entry: Any, mesh: Mesh) -> int:
-    """Into how many parts a dimension with this entry of a PartitionSpec is split."""
-    axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
-    return math.prod(mesh.shape[axis] for axis in axes)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxrl.config import ModelConfig
-from jaxrl.inference.engine import Engine, Weights
+from jaxrl.inference.engine import Engine
 from jaxrl.inference.sampling import sample_tokens, seed_words
 from jaxrl.models.model import (
     build_model,
@@ -36,9 +36,9 @@ class Tiny:
     params: dict[int, dict]
     versions: dict[int, WeightVersion]
 
-    def weights(self, version: int) -> Weights:
-        """The weights of a version, ready for the engine."""
-        return self.engine.prepare(self.params[version])
+    def weights(self, version: int) -> dict:
+        """The weights of a version."""
+        return self.params[version]
 
     @functools.cached_property
     def _next(self):

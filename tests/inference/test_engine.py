@@ -5,21 +5,18 @@ from __future__ import annotations
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.inference import columns, steps
 from jaxrl.inference.engine import Engine, Entry
-from jaxrl.models.model import build_model, init_cache, stack_layers
-from jaxrl.sharding import DEFAULT_RULES, make_mesh
+from jaxrl.models.model import build_model, stack_layers
+from jaxrl.sharding import make_mesh
 from jaxrl.types import SamplingParams
 from jaxrl.weights.exchange import copy_to
 
 
 def _decode(engine, params, entries, prompts, version=0, dispatches=20):
     """Prefill `prompts` one by one, fill the slots, decode to the end -> per slot rows [n, 4]."""
-    params = engine.prepare(params)
     state = engine.init_state()
     for entry, prompt in zip(entries, prompts, strict=True):
         prefix = engine.prefill(params, [prompt], version)
@@ -211,47 +208,6 @@ def test_attention_over_a_part_of_the_cache_changes_nothing(tiny, prompts):
         np.testing.assert_array_equal(short[:, :, :3], whole[:, :, :3])
         logps = [np.ascontiguousarray(x[:, :, 3]).view(np.float32) for x in (short, whole)]
         np.testing.assert_allclose(*logps, rtol=0, atol=1e-5)
-
-
-def test_column_step_needs_a_model_it_knows(tiny, tiny_config):
-    scanned = build_model(dataclasses.replace(tiny_config, scan_layers=True))
-    assert not Engine(scanned, slots=4, max_length=48).columns
-    with pytest.raises(ValueError, match="columns=True needs an engine without a mesh"):
-        Engine(scanned, slots=4, max_length=48, columns=True)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"qk_norm": True, "tie_embeddings": False},
-        pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_column_step_equals_the_model(tiny_config, changes):
-    model = build_model(dataclasses.replace(tiny_config, n_layers=1, **changes))
-    rng = np.random.default_rng(3)
-    params = jax.tree.map(lambda x: jnp.array(rng.normal(0, 0.3, x.shape), x.dtype), model.abstract)
-    cache = init_cache(model, 3, 16)
-    cache = jax.tree.map(lambda x: jnp.array(rng.normal(0, 1, x.shape), x.dtype), cache)
-    token, position = np.array([3, 7, 9], np.int32), np.array([0, 5, 12], np.int32)
-    alive = np.array([True, True, False])
-
-    @jax.jit
-    def both(params):
-        row = steps.next_logits(model, params, None, DEFAULT_RULES)
-        column = columns.next_logits(model, columns.turn_weights(model, params))
-        return row(token, position, cache, alive), column(token, position, cache, alive)
-
-    (one, one_cache), (two, two_cache) = both(params)
-
-    atol = 1e-4 if model.config.dtype == "float32" else 0.2
-    np.testing.assert_allclose(one[:2], two[:2], rtol=0, atol=atol)
-    for a, b in zip(jax.tree.leaves(one_cache), jax.tree.leaves(two_cache), strict=True):
-        np.testing.assert_allclose(
-            np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=0, atol=atol
-        )
-        np.testing.assert_array_equal(a[2], b[2])
 
 
 @pytest.mark.parametrize("scan_layers", [False, pytest.param(True, marks=pytest.mark.slow)])

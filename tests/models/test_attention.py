@@ -127,6 +127,38 @@ def test_attend_one_head_by_hand():
     np.testing.assert_allclose(mixed[0, 0, 0], [7.0, 3.0, 0, 0], rtol=0, atol=1e-6)
 
 
+def test_attend_single_query_equals_the_same_query_among_others():
+    query, keys, values = _qkv(6, 2)
+    mask = ops.causal_mask(5, None)
+
+    alone = _attend(query[:, 3:4], keys, values, mask[:, 3:4])
+
+    together = _attend(query, keys, values, mask)[:, 3:4]
+    np.testing.assert_allclose(alone, together, rtol=0, atol=1e-6)
+
+
+# 65: a second chunk of one query; 128: full chunks; 600: chunks wider than 64.
+@pytest.mark.parametrize("length", [65, 128, pytest.param(600, marks=pytest.mark.slow)])
+def test_attend_causal_in_chunks_equals_whole_with_gradients(length):
+    operands = _qkv(4, 2, length)
+    # Segment 2 starts inside the second chunk and sees nothing of the first.
+    segments = jnp.array([[1] * 64 + [2] * (length - 64), [1] * 30 + [0] * (length - 30)])
+    mask = ops.causal_mask(length, segments)
+
+    def mixed_and_gradients(causal):
+        def loss(*operands):
+            mixed = ops.attend(*operands, mask, causal=causal)
+            return jnp.sum(jnp.sin(mixed)), mixed
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(*operands)
+
+    (gradients, mixed), (want_gradients, want) = map(mixed_and_gradients, (True, False))
+
+    np.testing.assert_allclose(mixed, want, rtol=0, atol=1e-6)
+    for have, expected in zip(gradients, want_gradients, strict=True):
+        np.testing.assert_allclose(have, expected, rtol=0, atol=1e-5)
+
+
 def test_attend_row_without_any_key_is_finite_with_finite_gradient():
     inputs = _qkv(4, 2)
     mask = jnp.ones((2, 5, 5), bool).at[0, 2].set(False)

@@ -30,9 +30,9 @@ def _attention(x, weights, positions, config):
     n_tokens, repeat = len(x), config.n_heads // config.n_kv_heads
     out = np.zeros_like(x)
     for head in range(config.n_heads):
-        query = x @ weights["query"][:, head]
-        key = x @ weights["key"][:, head // repeat]
-        value = x @ weights["value"][:, head // repeat]
+        query = x @ weights["query"][head].T
+        key = x @ weights["key"][head // repeat].T
+        value = x @ weights["value"][head // repeat].T
         if config.qk_norm:
             query = _rms_norm(query, weights["query_norm"]["scale"], config.norm_eps)
             key = _rms_norm(key, weights["key_norm"]["scale"], config.norm_eps)
@@ -46,13 +46,13 @@ def _attention(x, weights, positions, config):
             scores = key[: t + 1] @ query[t] / np.sqrt(config.head_dim)
             exps = np.exp(scores - scores.max())
             mixed = (exps / exps.sum()) @ value[: t + 1]
-            out[t] += mixed @ weights["out"][head]
+            out[t] += mixed @ weights["out"][:, head].T
     return out
 
 
 def _mlp(x, weights):
-    gate = x @ weights["gate"]
-    return (gate / (1 + np.exp(-gate)) * (x @ weights["up"])) @ weights["down"]
+    gate = x @ weights["gate"].T
+    return (gate / (1 + np.exp(-gate)) * (x @ weights["up"].T)) @ weights["down"].T
 
 
 def _reference_logits(params, config, tokens, positions):

@@ -117,7 +117,7 @@ def test_init_cache_is_split_over_rows_and_kv_heads(make_model):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({}, r"attention/key.*dimension 1 \('kv_heads'\) of size 2 .*tensor=8"),
+        ({}, r"attention/key.*dimension 0 \('kv_heads'\) of size 2 .*tensor=8"),
         ({"n_heads": 8, "n_kv_heads": 8, "mlp_dim": 44}, r"mlp/down.*size 44 .*tensor=8"),
         ({"n_heads": 8, "n_kv_heads": 8, "vocab_size": 60}, r"embedding.*\('vocab'\) of size 60"),
     ],

@@ -85,6 +85,16 @@ def test_rules_malformed_rule_is_an_error(mapping, words):
         Rules(mapping)
 
 
+def test_shards_multiplies_the_mesh_axes_of_a_logical_axis():
+    mesh = make_mesh(data=2, fsdp=2, tensor=2)
+
+    assert DEFAULT_RULES.shards(mesh, "batch") == 4
+    assert DEFAULT_RULES.shards(mesh, "length") == 1
+    assert DEFAULT_RULES.shards(None, "batch") == 1
+    with pytest.raises(ValueError, match="'rows'.* has no rule"):
+        DEFAULT_RULES.shards(mesh, "rows")
+
+
 def test_rules_equal_mappings_are_equal_hash_alike_and_normalise():
     first = Rules({"embed": ["fsdp"], "batch": ["data", "fsdp"], "layers": ()})
     second = Rules({"layers": None, "batch": ("data", "fsdp"), "embed": "fsdp"})
