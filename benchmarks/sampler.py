@@ -1,8 +1,7 @@
 """Tokens per CPU-second of the sampler, log-probabilities and versions on.
 
 `python benchmarks/sampler.py [--repeats N]`: batch 16, prompts of 32 tokens, 128 new tokens each,
-greedy and at temperature 1, through the driver (continuous batching, futures and all); and lengths
-spread uniformly from 8 to 128, against a static batch of the same engine. Prints JSON.
+greedy and at temperature 1, through the driver (continuous batching, futures and all). Prints JSON.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import argparse
 
 import jax
 import numpy as np
-from shapes import BATCH, NEW_TOKENS, PROMPT, SHAPE, VOCAB, emit, measure
+from shapes import BATCH, LENGTH, NEW_TOKENS, PROMPT, SHAPE, VOCAB, emit, measure
 
 from jaxrl.config import ModelConfig
 from jaxrl.inference.driver import Driver
@@ -20,20 +19,19 @@ from jaxrl.models.model import build_model, init_params
 from jaxrl.types import SamplingParams
 from jaxrl.weights.digest import stamp
 
-UNIFORM_LENGTHS = np.random.default_rng(0).permutation(np.linspace(8, 128, 128).astype(int))
 
-
-def make_driver(slots: int, steps: int) -> Driver:
+def make_driver(slots: int, steps: int, prefill_rows: int) -> Driver:
     """A started driver over random weights of the benchmark's shape."""
     model = build_model(ModelConfig(**SHAPE))
     params = jax.device_put(init_params(model, 0), jax.devices()[0])
     engine = Engine(
         model,
         slots=slots,
-        max_length=PROMPT + NEW_TOKENS,
+        max_length=LENGTH,
         prefill_buckets=(PROMPT,),
         steps_per_dispatch=steps,
-        prefill_rows=16,
+        attend_buckets=(64, 96, 128),
+        prefill_rows=prefill_rows,
     )
     return Driver(engine, params, stamp(params, 0)).start()
 
@@ -49,28 +47,18 @@ def sample(driver: Driver, lengths: list[int], temperature: float) -> int:
     return sum(len(future.result().tokens) for future in futures)
 
 
-def static_batches(driver: Driver, lengths: list[int], temperature: float) -> int:
-    """The same requests in batches of `slots` that all run for the longest; useful tokens."""
-    for start in range(0, len(lengths), driver.engine.slots):
-        part = lengths[start : start + driver.engine.slots]
-        sample(driver, [max(part)] * len(part), temperature)
-    return sum(lengths)
-
-
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=16, help="tokens per slot and dispatch")
+    parser.add_argument("--prefill-rows", type=int, default=4)
     args = parser.parse_args()
-    with make_driver(BATCH, args.steps) as driver:
+    with make_driver(BATCH, args.steps, args.prefill_rows) as driver:
         whole = [NEW_TOKENS] * BATCH
-        uniform = [int(n) for n in UNIFORM_LENGTHS]
         results = {
             "greedy": measure(lambda: sample(driver, whole, 0.0), args.repeats),
             "temperature_1": measure(lambda: sample(driver, whole, 1.0), args.repeats),
-            "uniform_8_to_128": measure(lambda: sample(driver, uniform, 1.0), args.repeats),
-            "uniform_static": measure(lambda: static_batches(driver, uniform, 1.0), args.repeats),
         }
     emit({"benchmark": "sampler", "jax": jax.__version__, **results})
 

@@ -42,7 +42,7 @@ def get_config() -> ExperimentConfig:
             task="spell_backward",
             task_options={"min_word_len": 3, "max_word_len": 6},
             prompt_template="{word}=",
-            train_size=8000,
+            train_size=15000,
             eval_size=256,
             max_prompt_tokens=8,
         ),

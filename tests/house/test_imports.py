@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import jaxrl
+
 PACKAGE = Path(__file__).resolve().parents[2] / "jaxrl"
 
 FLOORS = {
@@ -127,6 +129,24 @@ def test_import_config_does_not_load_jax():
 
     assert "jax" not in loaded
     assert "flax" not in loaded
+
+
+def test_import_jaxrl_loads_no_room_until_a_name_is_used():
+    loaded = _modules_after("import jaxrl; dir(jaxrl)")
+
+    assert {name for name in loaded if name.startswith("jaxrl.")} == set()
+    assert "jax" not in loaded
+
+
+def test_public_names_are_those_of_their_rooms():
+    from jaxrl.orchestration.rl import RLTrainer
+
+    assert jaxrl.RLTrainer is RLTrainer
+    for name in jaxrl.__all__:
+        assert getattr(jaxrl, name) is not None
+        assert name in dir(jaxrl)
+    with pytest.raises(AttributeError, match="module 'jaxrl' has no attribute 'RLTrianer'"):
+        jaxrl.RLTrianer
 
 
 HEAVY = ("matplotlib", "tensorboardX", "reasoning_gym", "torch", "tensorflow", "pandas")
