@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -47,11 +48,20 @@ class HostSyncError(AssertionError):
     """The host read a device array where that was forbidden."""
 
 
+class HostRead(NamedTuple):
+    """One read: by what, of which shape, in which thread, and the caller in jaxrl, if any."""
+
+    how: str
+    shape: tuple[int, ...]
+    thread: str
+    caller: str
+
+
 @dataclasses.dataclass
 class HostSyncs:
-    """What was read: (how, shape, thread name), in order. A read counts once, however it nests."""
+    """What was read, in order. A read counts once, however it nests."""
 
-    reads: list[tuple[str, tuple[int, ...], str]] = dataclasses.field(default_factory=list)
+    reads: list[HostRead] = dataclasses.field(default_factory=list)
     forbidden: bool = False
 
     @property
@@ -83,7 +93,8 @@ def _patched(syncs: HostSyncs) -> Iterator[HostSyncs]:
             arrays = leaves(args)
             if not arrays or getattr(inside, "on", False):
                 return function(*args, **kwargs)
-            syncs.reads.append((how, arrays[0].shape, threading.current_thread().name))
+            thread = threading.current_thread().name
+            syncs.reads.append(HostRead(how, arrays[0].shape, thread, _caller()))
             if syncs.forbidden:
                 raise HostSyncError(f"{how} read a device array of shape {arrays[0].shape}")
             inside.on = True
@@ -111,6 +122,18 @@ def _patched(syncs: HostSyncs) -> Iterator[HostSyncs]:
             setattr(module, name, watch(f"{module.__name__}.{name}", original, _first_tree))
             stack.callback(setattr, module, name, original)
         yield syncs
+
+
+def _caller() -> str:
+    """The innermost function of the package that is running, as "room.module:function"."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        # Python 3.11 gives a comprehension a frame of its own.
+        if module.startswith("jaxrl.") and not frame.f_code.co_name.startswith("<"):
+            return f"{module.removeprefix('jaxrl.')}:{frame.f_code.co_name}"
+        frame = frame.f_back
+    return ""
 
 
 def _first(args: tuple) -> list[Any]:

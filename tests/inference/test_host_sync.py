@@ -56,4 +56,4 @@ def test_reads_of_other_threads_are_seen_with_their_names():
         thread = threading.Thread(target=lambda: np.asarray(x), name="reader")
         thread.start()
         thread.join()
-    assert [(shape, name) for _, shape, name in syncs.reads] == [((), "reader")]
+    assert [(read.shape, read.thread) for read in syncs.reads] == [((), "reader")]
