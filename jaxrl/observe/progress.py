@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
@@ -18,6 +19,8 @@ COLUMNS = {
 }
 """Label -> (metric, format) of what a line shows, in order."""
 
+_WINDOW = 16  # steps that the time left is estimated from
+
 
 class Progress:
     """A `Writer` that displays; give it to the `Tracker` with the others.
@@ -30,18 +33,15 @@ class Progress:
         self,
         total_steps: int,
         *,
-        start_step: int = 0,
         stream: TextIO | None = None,
         interval_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """`start_step` is where this process began, for the time that is left."""
         self._total = total_steps
-        self._start = start_step
         self._stream = stream or sys.stderr
         self._interval_s = interval_s
         self._clock = clock
-        self._began = clock()
+        self._recent: deque[tuple[int, float]] = deque(maxlen=_WINDOW)
         self._shown_at: float | None = None
         self._held: str | None = None
         self._latest: dict[str, float] = {}
@@ -76,10 +76,12 @@ class Progress:
         self._stream.flush()
 
     def _seconds_left(self, step: int, now: float) -> float | None:
-        done = step - self._start
-        if done <= 0:
+        """From the last steps alone: the first one compiles, and phases differ in speed."""
+        self._recent.append((step, now))
+        first, began = self._recent[0]
+        if step <= first:
             return None
-        return (now - self._began) / done * max(0, self._total - step)
+        return (now - began) / (step - first) * max(0, self._total - step)
 
 
 def _start_live(stream: TextIO) -> Any:

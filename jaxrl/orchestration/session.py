@@ -167,13 +167,12 @@ class Session:
 
     def _writers(self) -> list[Writer]:
         observe = self.config.observe
-        start = self.checkpoints.latest() or 0
         writers: list[Writer] = [JsonlWriter(self.metrics_path)]
         if observe.tensorboard:
             writers.append(TensorBoardWriter(self.run_dir.metrics / "tensorboard"))
         if observe.progress:
             total = self.config.sft.steps + self.config.train.steps
-            writers.append(Progress(total, start_step=start))
+            writers.append(Progress(total))
         return writers
 
 

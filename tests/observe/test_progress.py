@@ -80,12 +80,26 @@ def test_progress_closed_early_shows_the_last_step():
 
 def test_progress_after_resume_estimates_from_its_own_steps():
     stream, clock = io.StringIO(), Clock()
-    progress = Progress(100, start_step=90, stream=stream, clock=clock)
+    progress = Progress(100, stream=stream, interval_s=0, clock=clock)
 
+    progress.write(90, {}, 0.0)
     clock.now = 10.0
     progress.write(95, {}, 0.0)
 
-    assert "left 10s" in stream.getvalue()
+    lines = stream.getvalue().splitlines()
+    assert "left" not in lines[0]
+    assert "left 10s" in lines[1]
+
+
+def test_progress_slower_phase_soon_counts_alone():
+    stream, clock = io.StringIO(), Clock()
+    progress = Progress(200, stream=stream, interval_s=0, clock=clock)
+
+    for step in range(1, 101):
+        clock.now += 100.0 if step == 1 else 0.1 if step <= 50 else 2.0
+        progress.write(step, {}, 0.0)
+
+    assert stream.getvalue().splitlines()[-1].endswith("left 3m20s")
 
 
 def test_progress_metric_missing_in_a_step_keeps_its_value():
