@@ -183,7 +183,8 @@ class Driver:
         """text -> the text that follows it, up to the end-of-sequence token."""
         if self.tokenizer is None:
             raise DriverError("generate needs a driver with a tokenizer")
-        prompt = np.array(self.tokenizer.encode(text), np.int32)
+        ids = [*getattr(self.tokenizer, "prompt_prefix", ()), *self.tokenizer.encode(text)]
+        prompt = np.array(ids, np.int32)
         params = SamplingParams(max_tokens, temperature, seed, (self.tokenizer.eos_id,))
         return self.sample_blocking(prompt, params).text
 

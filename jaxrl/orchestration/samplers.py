@@ -6,9 +6,9 @@ from __future__ import annotations
 import string
 from typing import Any
 
-import numpy as np
-
 from jaxrl.config import ExperimentConfig
+from jaxrl.data.examples import Example
+from jaxrl.data.prompts import encode_prompt
 from jaxrl.errors import RequestError
 from jaxrl.inference.driver import Driver
 from jaxrl.inference.engine import Engine
@@ -88,14 +88,15 @@ class TextSampler:
     ) -> Completion:
         """Complete one prompt; 0 and None mean what evaluation uses.
 
-        `text` fills `data.prompt_template` when that has a single field; `raw` sends it as it is.
+        `text` fills `data.prompt_template` when that has a single field, and is encoded as the
+        prompts of training are; `raw` makes it the template itself, special tokens and all.
         Raises `RequestError` for an empty or too long prompt.
         """
-        config = self._parts.config
-        prompt = text if raw else fill_template(config.data.prompt_template, text)
-        tokens = np.asarray(self._parts.tokenizer.encode(prompt), np.int32)
         if not text.strip():
             raise RequestError(f"prompt {text!r} is empty: it must hold something to complete")
+        config = self._parts.config
+        example = as_example("" if raw else config.data.prompt_template, text)
+        tokens = encode_prompt(example, self._parts.tokenizer)
         params = SamplingParams(
             max_tokens=max_new_tokens or config.eval_new_tokens,
             temperature=config.eval.temperature if temperature is None else temperature,
@@ -105,7 +106,12 @@ class TextSampler:
         return self._driver.sample_blocking(tokens, params)
 
 
-def fill_template(template: str, text: str) -> str:
-    """The template with `text` in its only field; `text` itself where there are several."""
+def as_example(template: str, text: str) -> Example:
+    """`text` in the only field of `template`, in a template of its own where there is none to fill,
+    and alone where there are several."""
     fields = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
-    return template.format(**{fields[0]: text}) if len(fields) == 1 else text
+    if not fields:
+        return Example(text, "", template=text.replace("{", "{{").replace("}", "}}"))
+    if len(fields) > 1:
+        return Example(text, "")
+    return Example(text, "", metadata={fields[0]: text}, template=template)

@@ -309,10 +309,10 @@ async def test_one_device_read_per_dispatch_and_none_besides(tiny, prompts):
             )
         dispatches = driver.stats().dispatches - before
 
-    shapes = {shape for _, shape, _ in syncs.reads}
+    shapes = {read.shape for read in syncs.reads}
     assert syncs.count == dispatches
     assert shapes == {(4, tiny.engine.steps_per_dispatch, 4)}
-    assert {thread for _, _, thread in syncs.reads} == {"jaxrl-driver"}
+    assert {read.thread for read in syncs.reads} == {"jaxrl-driver"}
 
 
 async def test_serving_and_swapping_compile_nothing(tiny, prompts):
