@@ -19,6 +19,8 @@ from jaxrl.models.model import build_model, init_params
 from jaxrl.types import SamplingParams
 from jaxrl.weights.digest import stamp
 
+_RNG = np.random.default_rng(1)
+
 
 def make_driver(slots: int, steps: int, prefill_rows: int) -> Driver:
     """A started driver over random weights of the benchmark's shape."""
@@ -37,9 +39,11 @@ def make_driver(slots: int, steps: int, prefill_rows: int) -> Driver:
 
 
 def sample(driver: Driver, lengths: list[int], temperature: float) -> int:
-    """Submit one request per length and wait for all; returns the useful tokens."""
-    rng = np.random.default_rng(1)
-    prompts = rng.integers(0, VOCAB, (len(lengths), PROMPT))
+    """Submit one request per length and wait for all; returns the useful tokens.
+
+    Prompts are new at each call: none is in the prefix cache.
+    """
+    prompts = _RNG.integers(0, VOCAB, (len(lengths), PROMPT))
     futures = [
         driver.submit(prompt, SamplingParams(int(length), temperature, seed=i))
         for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
