@@ -33,7 +33,9 @@ True-or-false flags are written `--name`, `--noname`, `--name=true` or `--name=f
 `--flagfile=FILE` reads more flags from a file, one a line.
 
 Exit codes: 0 done; 2 a mistake in the command line, the config or the data; 1 another error;
-130 interrupted. An error is one line on stderr that names the field, its value and the rule.
+130 or 143 interrupted by Ctrl-C or SIGTERM. An error is one line on stderr that names the field,
+its value and the rule. Modules (a scorer's, a config file's) are looked for in the working
+directory too.
 """
 
 FIELDS = """\

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
 from typing import Any
 
+from jaxrl.cli import output
 from jaxrl.cli.published import serve_published
 from jaxrl.orchestration.evaluate import evaluate
 from jaxrl.orchestration.samplers import eval_params, make_pool
@@ -33,5 +33,5 @@ def run(args: Any) -> int:
         **result.metrics(),
         "examples": [list(example) for example in result.examples],
     }
-    sys.stdout.write(json.dumps(record, indent=2) + "\n")
+    output.write(json.dumps(record, indent=2) + "\n")
     return 0

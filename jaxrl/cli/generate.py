@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from jaxrl.cli import output
 from jaxrl.cli.published import serve_published
 from jaxrl.orchestration.samplers import TextSampler
 
@@ -22,5 +23,5 @@ def run(args: Any) -> int:
                 temperature=options.temperature,
                 seed=options.seed + i,
             )
-            sys.stdout.write(completion.text + "\n")
+            output.write(completion.text + "\n")
     return 0

@@ -26,7 +26,8 @@ def serve_published(args: Any) -> Iterator[tuple[Driver, Parts]]:
     store = WeightStore(RunDir(args.options.run).weights, read_only=True)
     wanted = None if args.options.version < 0 else args.options.version
     params, version = store.restore(wanted, parts.model.abstract, parts.model.shardings(parts.mesh))
-    driver = make_driver(parts, params, version)
+    # Whoever asks by hand may ask for more than training needed: as much as the model takes.
+    driver = make_driver(parts, params, version, max_length=parts.model.config.max_length)
     try:
         yield driver, parts
     finally:

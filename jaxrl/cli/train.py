@@ -5,15 +5,21 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from jaxrl.cli import output
 from jaxrl.config import ExperimentConfig
 from jaxrl.observe.progress import format_summary
+from jaxrl.orchestration.interrupts import Interrupted
 from jaxrl.orchestration.rl import RLTrainer
 
 
 def run(config: ExperimentConfig, args: Any) -> int:
     """Train, then show before and after and where the files are; returns the exit code."""
     with RLTrainer(config) as trainer:
-        evaluations = trainer.fit()
+        try:
+            evaluations = trainer.fit()
+        except Interrupted:
+            sys.stderr.write(f"the same command goes on from {trainer.session.run_dir.path}\n")
+            raise
         version, folder = trainer.version, trainer.session.run_dir
     before, after = evaluations["before"], evaluations["after"]
     examples = [f"  {text!r} -> {answer!r}" for text, answer, _ in after.examples[:3]]
@@ -32,5 +38,5 @@ def run(config: ExperimentConfig, args: Any) -> int:
         f"plots     {folder.plots}",
         f'try       jaxrl generate "..." --run={folder.path}',
     ]
-    sys.stdout.write("\n".join(lines) + "\n")
+    output.write("\n".join(lines) + "\n")
     return 0

@@ -50,6 +50,8 @@ def _located(path: str, call: Callable[[], Any]) -> Any:
         return call()
     except SyntaxError as error:
         where, what = f"{error.filename or path}:{error.lineno}", f"SyntaxError: {error.msg}"
+    except SystemExit as error:
+        where, what = path, f"the file called sys.exit({error.code!r})"
     except Exception as error:
         lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == path]
         where = f"{path}:{lines[-1]}" if lines else path

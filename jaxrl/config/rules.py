@@ -27,6 +27,16 @@ def above(low: float) -> Rule:
     return Rule(f"above {low}", lambda value: value > low)
 
 
+def seconds() -> Rule:
+    """A time limit that clocks can add to: above 0, at most 3 years."""
+    return Rule("above 0 and at most 100000000", lambda value: 0 < value <= 1e8)
+
+
+def steps(note: str) -> Rule:
+    """A number of updates; the step is counted on the device in 32 bits."""
+    return Rule(f"between 0 and 2147483647 ({note})", lambda value: 0 <= value < 2**31)
+
+
 def within(low: float, high: float) -> Rule:
     """low <= value <= high."""
     return Rule(f"between {low} and {high}", lambda value: low <= value <= high)

@@ -116,7 +116,7 @@ class DataConfig:
 class SFTConfig:
     """Cold start: supervised training on the reference answers before RL."""
 
-    steps: int = common(0, "optimizer updates", rules.at_least(0, "0: no cold start"))
+    steps: int = common(0, "optimizer updates", rules.steps("0: no cold start"))
     batch_size: int = common(32, "sequences per update", rules.at_least(1))
     learning_rate: float = common(3e-4, "peak learning rate of AdamW", rules.above(0))
     micro_batches: int = rare(1, "parts of a batch, as train.micro_batches", rules.at_least(1))
@@ -144,7 +144,7 @@ class SFTConfig:
 class TrainConfig:
     """The RL updates. One batch gives exactly one optimizer update and one weight version."""
 
-    steps: int = common(100, "RL updates", rules.at_least(0, "0: no RL"))
+    steps: int = common(100, "RL updates", rules.steps("0: no RL"))
     batch_size: int = common(
         64, "trajectories per update; a multiple of rollout.group_size", rules.at_least(1)
     )
@@ -222,10 +222,10 @@ class RolloutConfig:
     max_concurrent: int = rare(
         0, "episodes running at once", rules.at_least(0, "0: enough to fill the slots")
     )
-    episode_timeout_s: float = rare(120.0, "longest episode in seconds", rules.above(0))
+    episode_timeout_s: float = rare(120.0, "longest episode in seconds", rules.seconds())
     max_retries: int = rare(2, "new attempts after a failed episode", rules.at_least(0))
     wait_timeout_s: float = rare(
-        300.0, "longest wait of the trainer for a batch in seconds", rules.above(0)
+        300.0, "longest wait of the trainer for a batch in seconds", rules.seconds()
     )
 
 
@@ -235,9 +235,10 @@ class RewardConfig:
 
     scorer: str = common("exact", "the reward function", rules.scorer_name())
     workers: int = common(1, "processes that score", rules.at_least(1))
-    timeout_s: float = common(5.0, "longest time for one score in seconds", rules.above(0))
+    timeout_s: float = common(5.0, "longest time for one score in seconds", rules.seconds())
     on_error: Literal["raise", "reject"] = rare(
-        "raise", "what happens when a scorer fails or times out: the run stops, or the sample goes"
+        "raise",
+        "when a scorer fails, the run stops or the sample goes; after a time-out it always goes",
     )
 
 

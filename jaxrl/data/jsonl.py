@@ -68,18 +68,27 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
             for number, line in enumerate(file, start=1):
                 yield number, line
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path} cannot be read after line {number}: {error}") from None
+        place = f" after line {number}" if number else ""
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"{path} cannot be read{place}: {reason}") from None
 
 
 def _record(line: bytes, where: str) -> dict[str, Any]:
     try:
         # utf-8-sig: some editors put a mark before the first record.
-        record = json.loads(line.decode("utf-8-sig"))
+        record = json.loads(line.decode("utf-8-sig"), parse_constant=_refuse_constant)
+        if b"\\u" in line:
+            # Half of a surrogate pair is no character, but JSON can write it.
+            json.dumps(record, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: not a JSON record: {error}") from None
     if not isinstance(record, dict):
         raise DataError(f"{where}: a record must be a JSON object, got {type(record).__name__}")
     return record
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
 
 
 def _example(record: dict[str, Any], where: str, template: str) -> Example:

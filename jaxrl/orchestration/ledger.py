@@ -11,13 +11,14 @@ since the epoch), `event`, and the fields of the event:
     rejected      group_id, prompt_index, sample_ids, sample_id, reason, detail
     dropped       group_id, prompt_index, sample_ids, version, oldest_version
     consumed      update, group_id, prompt_index, samples, digests
-    updated       update, version                the update's batch made these weights
-    evaluated     version, …                     checkpointed  version, …      finished  version
+    updated       update, version, phase         the update's batch made these weights
+    evaluated     version, …                     checkpointed  version, phase  finished  version
 
-An update is named by the version that it starts from: update v consumes the batch of version v and
-makes version v + 1. Each of `samples` is `{"sample_id", "tokens", "first_version",
-"last_version", "reward"}` with `tokens` the number that were sampled; `digests` maps every version
-among them (as a string) to the digest published for it.
+A checkpoint is noted when it is complete on disk. The phase is "sft" (the cold start, whose batches
+follow from the config and are not listed) or "rl". An update is named by the version that it starts
+from: update v consumes the batch of version v and makes version v + 1. Each of `samples` is
+`{"sample_id", "tokens", "first_version", "last_version", "reward"}` with `tokens` the number that
+were sampled; `digests` maps every version among them (as a string) to the digest published for it.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class Ledger:
             line = json.dumps(_plain(record), allow_nan=False, separators=(",", ":")) + "\n"
             self._write(line.encode())
             self._seq += 1
-            if event in ("published", "resumed"):
+            if event in ("published", "resumed", "started"):
                 self._digests = _after(self._digests, record)
             return self._seq - 1
 
@@ -225,13 +226,15 @@ def read_ledger(path: Path | str) -> list[Record]:
 
 
 def effective(records: Iterable[Record]) -> list[Record]:
-    """The records without those that a later resume made void.
+    """The records without those that a later start or resume made void.
 
-    Resuming at version n undoes every update from n on: its consumptions, its new version, and
-    evaluations and checkpoints of versions after n.
+    Starting undoes everything before. Resuming at version n undoes every update from n on: its
+    consumptions, its new version, and evaluations and checkpoints of versions after n.
     """
     kept: list[Record] = []
     for record in records:
+        if record["event"] == "started":
+            kept = []
         if record["event"] == "resumed":
             kept = [r for r in kept if not _void(r, record["version"])]
         kept.append(record)
@@ -257,6 +260,8 @@ def published_versions(records: Iterable[Record]) -> dict[int, str]:
 
 def _after(digests: dict[int, str], record: Record) -> dict[int, str]:
     """The digests once `record` is known."""
+    if record["event"] == "started":
+        return {}
     if record["event"] == "resumed":
         return {n: digest for n, digest in digests.items() if n <= record["version"]}
     if record["event"] == "published":

@@ -56,10 +56,9 @@ def save_checkpoint(session: Session, engine: TrainEngine, place: Place) -> None
         "rl_start": place.rl_start,
         "seed": session.config.seed,
     }
+    session.note_checkpoint(wait=True)
     session.checkpoints.save(number, engine.state, meta)
-    session.saved_version = number
-    session.ledger.append("checkpointed", version=number, phase=place.phase)
-    _LOGGER.info("checkpoint at version %d", number)
+    session.checkpoint_begun(number, place.phase)
 
 
 def latest_place(session: Session) -> Place | None:

@@ -84,6 +84,13 @@ class RLTrainer:
         """
         with self.session.open().interrupts:
             self._start()
+            if self.updates >= self.config.train.steps:
+                _LOGGER.warning(
+                    "the run in %s is finished, nothing is trained: choose another output_dir, "
+                    "or more than train.steps=%d",
+                    self.session.run_dir.path,
+                    self.config.train.steps,
+                )
             with self._make_collector() as collector:
                 try:
                     while self.updates < self.config.train.steps:
@@ -105,6 +112,13 @@ class RLTrainer:
     def sampler(self) -> TextSampler:
         """Generates text under the weights that were published last."""
         return TextSampler(self._require_driver("sampler"), self.parts)
+
+    @property
+    def _longest(self) -> int:
+        """Most tokens of a sequence: episodes of several turns may use all that the model takes."""
+        if self._workflow is None:
+            return self.config.longest_sequence
+        return min(self.config.model.max_length, self.config.row_length)
 
     @property
     def version(self) -> WeightVersion:
@@ -130,6 +144,8 @@ class RLTrainer:
     def _start(self) -> None:
         """Engine and sampler at the place where the run is."""
         place = latest_place(self.session)
+        # Versions that a killed run published after its last checkpoint belong to no history now.
+        self.session.store.discard_after(-1 if place is None else place.version.number)
         if place is None or place.phase == "sft":
             params, start = self._cold_start()
             place, resuming = Place("rl", start, {}, start.number), False
@@ -226,7 +242,9 @@ class RLTrainer:
         self.session.run_dir.write_trajectories(trained, groups, self._digests)
         require_finite(metrics, trained)
         self._publish()
-        self.session.ledger.append("updated", update=trained, version=self._version.number)
+        self.session.ledger.append(
+            "updated", update=trained, version=self._version.number, phase="rl"
+        )
         # Before anything slow: the sampler waits for this, nobody waits for the rest.
         collector.set_version(self._version.number)
         self._place = Place("rl", self._version, collector.frontier(), self._place.rl_start)
@@ -237,7 +255,7 @@ class RLTrainer:
         config, train = self.config, self.config.train
         rows = rows_for(
             train.batch_size,
-            config.longest_sequence,
+            self._longest,
             config.row_length,
             micro_batches=train.micro_batches,
             data_axes=self.parts.row_shards,
@@ -260,7 +278,8 @@ class RLTrainer:
         copy, self._version = publish(self._engine.params, self._engine.version)
         if self._driver is None:
             self._pool = make_pool(self.config)
-            self._driver = make_driver(self.parts, copy, self._version)
+            longest = 0 if self._workflow is None else self._longest
+            self._driver = make_driver(self.parts, copy, self._version, max_length=longest)
         else:
             self._driver.set_weights(copy, self._version)
         # Versions older than the staleness bound can be in no later batch.
@@ -272,6 +291,7 @@ class RLTrainer:
     def _periodic(self) -> None:
         """Evaluation, checkpoint and version on disk where they are due."""
         done, checkpoint = self.updates, self.config.checkpoint
+        self.session.note_checkpoint()
         if done == self.config.train.steps:
             return
         if self.config.eval.every and done % self.config.eval.every == 0:
@@ -346,7 +366,9 @@ class RLTrainer:
             return
         try:
             save_checkpoint(self.session, self._engine, self._place)
-            self.session.checkpoints.wait()
+            self.session.note_checkpoint(wait=True)
+            # So that `eval` and `generate` show what was reached.
+            self._store_version()
         except JaxrlError as error:
             _LOGGER.error("no checkpoint of version %d: %s", self._place.version.number, error)
 
@@ -354,7 +376,7 @@ class RLTrainer:
         self.evaluations["after"] = self._evaluate("after")
         self._store_version()
         save_checkpoint(self.session, self._engine, self._place)
-        self.session.checkpoints.wait()
+        self.session.note_checkpoint(wait=True)
         self.session.ledger.append("finished", version=self._version.number)
         self.session.tracker.flush()
         if self.config.observe.plots:

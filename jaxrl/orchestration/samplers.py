@@ -17,14 +17,15 @@ from jaxrl.rewards.pool import RewardPool
 from jaxrl.types import Completion, SamplingParams, WeightVersion
 
 
-def make_engine(parts: Parts) -> Engine:
-    """The decode engine: the cache holds the longest prompt and completion of the config."""
+def make_engine(parts: Parts, max_length: int = 0) -> Engine:
+    """The decode engine: the cache holds `max_length` tokens a slot, by default the longest prompt
+    and completion of the config."""
     config = parts.config
     longest = max(config.rollout.max_new_tokens, config.eval_new_tokens)
     return Engine(
         parts.model,
         slots=config.rollout.slots,
-        max_length=config.data.max_prompt_tokens + longest,
+        max_length=max_length or config.data.max_prompt_tokens + longest,
         prefill_buckets=prompt_buckets(config),
         steps_per_dispatch=config.rollout.steps_per_dispatch,
         mesh=parts.mesh,
@@ -38,10 +39,12 @@ def prompt_buckets(config: ExperimentConfig) -> tuple[int, ...]:
     return config.rollout.prefill_buckets or (*powers, longest)
 
 
-def make_driver(parts: Parts, params: Any, version: WeightVersion) -> Driver:
+def make_driver(
+    parts: Parts, params: Any, version: WeightVersion, *, max_length: int = 0
+) -> Driver:
     """A started driver that serves `params`, which belong to it from then on."""
     driver = Driver(
-        make_engine(parts),
+        make_engine(parts, max_length),
         params,
         version,
         in_flight=parts.config.rollout.in_flight,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,19 +15,21 @@ import jax
 from jax.sharding import Mesh
 
 from jaxrl.config import ExperimentConfig
-from jaxrl.config.serialize import to_record
+from jaxrl.config.schema import demand, leaf_fields
+from jaxrl.config.serialize import load_config, to_record
 from jaxrl.data.examples import load_examples
 from jaxrl.data.prompts import PromptStream, eval_prompts
 from jaxrl.data.tokenizers import Tokenizer, load_tokenizer
-from jaxrl.errors import CheckpointError
+from jaxrl.errors import CheckpointError, ConfigError
 from jaxrl.models.model import Model, build_model
 from jaxrl.observe.logger import get_logger, setup_logging
 from jaxrl.observe.progress import Progress
 from jaxrl.observe.tracker import Tracker, Writer
 from jaxrl.observe.writers import JsonlWriter, TensorBoardWriter
 from jaxrl.orchestration.interrupts import Interrupts
-from jaxrl.orchestration.ledger import Ledger
+from jaxrl.orchestration.ledger import Ledger, effective, read_ledger
 from jaxrl.orchestration.run_dir import RunDir
+from jaxrl.rewards.scorers import load_scorer
 from jaxrl.sharding import make_mesh
 from jaxrl.train.checkpoint import CheckpointStore
 from jaxrl.types import Prompt
@@ -45,6 +48,29 @@ class Parts:
         self.config = config
         self._devices = devices
 
+    def check(self) -> None:
+        """Raise `ConfigError` for what can only be known with tokenizer and devices at hand."""
+        load_scorer(self.config.rewards.scorer)
+        self.tokenizer, self.mesh  # noqa: B018  # each names what is wrong with it
+        config, model = self.config, self.config.model
+        size = self.tokenizer.vocab_size
+        demand(
+            not model.vocab_size or model.vocab_size >= size,
+            "model.vocab_size",
+            model.vocab_size,
+            f"0 or at least {size}, the ids of data.tokenizer={config.data.tokenizer!r}",
+        )
+        try:
+            self.model.shardings(self.mesh)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        shards, slots = self.row_shards, config.rollout.slots
+        rule = f"a multiple of mesh.data x mesh.fsdp = {shards}"
+        demand(slots % shards == 0, "rollout.slots", slots, rule)
+        parts = self.mesh.shape["context"]
+        rule = f"a multiple of mesh.context={parts}"
+        demand(config.row_length % parts == 0, "train.row_length", config.row_length, rule)
+
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that the config names."""
@@ -58,8 +84,11 @@ class Parts:
 
     @functools.cached_property
     def mesh(self) -> Mesh:
-        """The mesh over the devices."""
-        return make_mesh(**self.config.mesh.sizes(), devices=self._devices)
+        """The mesh over the devices. Raises `ConfigError`."""
+        try:
+            return make_mesh(**self.config.mesh.sizes(), devices=self._devices)
+        except ValueError as error:
+            raise ConfigError(f"mesh: {error}") from None
 
     @property
     def row_shards(self) -> int:
@@ -99,16 +128,19 @@ class Session:
         self.run_dir = RunDir(config.output_dir)
         self.interrupts = Interrupts()
         self.saved_version = -1
+        self._saving: dict[str, Any] | None = None
         self._stack: ExitStack | None = None
 
     def open(self) -> Session:
         """Take the output directory, write config.json and open ledger, metrics and stores.
 
-        Raises `OutputError` if the directory cannot be written or another run is inside, and
-        `CheckpointError` if `checkpoint.resume` does not fit what is there.
+        Raises `ConfigError` for what `Parts.check` finds, before anything is written; `OutputError`
+        if the directory cannot be written or another run is inside; and `CheckpointError` if
+        `checkpoint.resume` does not fit what is there.
         """
         if self._stack is not None:
             return self
+        self.parts.check()
         with ExitStack() as stack:
             stack.enter_context(self.run_dir)
             self.checkpoints = CheckpointStore(
@@ -122,7 +154,7 @@ class Session:
                 self.run_dir.logs / f"process-{jax.process_index()}.log",
             )
             enable_compilation_cache(self.config.observe.compilation_cache)
-            self.run_dir.write_config(to_record(self.config))
+            self._write_config()
             self.ledger = stack.enter_context(Ledger(self.run_dir.ledger))
             self.store = WeightStore(self.run_dir.weights)
             self.tracker = stack.enter_context(Tracker(self._writers()))
@@ -132,14 +164,34 @@ class Session:
     def close(self) -> None:
         """Write what is kept and let other runs into the directory; may be repeated."""
         if self._stack is not None:
-            self._stack.close()
-            self._stack = None
+            stack, self._stack = self._stack, None
+            with stack:
+                self.note_checkpoint(wait=True)
 
     def __enter__(self) -> Session:
         return self.open()
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def checkpoint_begun(self, version: int, phase: str) -> None:
+        """A checkpoint is being written in the background."""
+        self.saved_version = version
+        self._saving = {"version": version, "phase": phase}
+
+    def note_checkpoint(self, *, wait: bool = False) -> None:
+        """Write "checkpointed" to the ledger once the checkpoint is complete on disk, not before.
+
+        Raises `OutputError` if `wait` shows that it could not be written.
+        """
+        if wait:
+            self.checkpoints.wait()
+        saving = self._saving
+        if saving is None or saving["version"] not in self.checkpoints.steps():
+            return
+        self._saving = None
+        self.ledger.append("checkpointed", **saving)
+        _LOGGER.info("checkpoint at version %d", saving["version"])
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -159,11 +211,45 @@ class Session:
                 f"checkpoint.resume='must', but {self.run_dir.checkpoints} holds no checkpoint"
             )
         used = self.run_dir.ledger.exists() and self.run_dir.ledger.stat().st_size > 0
+        if found is None and used:
+            self._check_nothing_is_lost()
         if policy == "never" and (found is not None or used):
             raise CheckpointError(
                 f"checkpoint.resume='never', but {self.run_dir.path} holds an earlier run; "
                 "choose another output_dir"
             )
+
+    def _check_nothing_is_lost(self) -> None:
+        """Without any checkpoint, starting anew is right only if none was ever complete."""
+        records = effective(read_ledger(self.run_dir.ledger))
+        written = [r["version"] for r in records if r["event"] == "checkpointed"]
+        if written:
+            raise CheckpointError(
+                f"{self.run_dir.ledger} says that checkpoint {written[-1]} was written, but "
+                f"{self.run_dir.checkpoints} holds none; put it back or choose another output_dir"
+            )
+
+    def _write_config(self) -> None:
+        """Keep the config; say what changed. Of a finished run it stays as it was."""
+        steps = self.config.sft.steps + self.config.train.steps
+        if self.checkpoints.latest() == steps and self.run_dir.config.exists():
+            return
+        if changes := self._changes():
+            _LOGGER.warning("the config of this run changes: %s", "; ".join(changes))
+        self.run_dir.write_config(to_record(self.config))
+
+    def _changes(self) -> list[str]:
+        """What differs from the config that the run has on disk."""
+        try:
+            before = load_config(self.run_dir.config)
+        except ConfigError:
+            return []
+        changes = []
+        for path, _ in leaf_fields(ExperimentConfig):
+            old, new = (operator.attrgetter(path)(config) for config in (before, self.config))
+            if old != new:
+                changes.append(f"{path}: {old!r} -> {new!r}")
+        return changes
 
     def _writers(self) -> list[Writer]:
         observe = self.config.observe

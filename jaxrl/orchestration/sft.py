@@ -47,6 +47,7 @@ class SFTTrainer:
         self.config = config
         self.session = session or Session(config, devices)
         parts, sft = self.session.parts, config.sft
+        parts.check()
         rows = rows_for(
             sft.batch_size,
             config.longest_sequence,
@@ -122,6 +123,8 @@ class SFTTrainer:
         previous, self._previous = self._previous, metrics
         if previous is not None:
             require_finite(previous, step - 1)
+        self.session.ledger.append("updated", update=step, version=step + 1, phase="sft")
+        self.session.note_checkpoint()
         every = self.config.checkpoint.every
         self.session.tracker.log(
             step + 1, {f"sft/{name}": value for name, value in metrics.items()}

@@ -156,6 +156,14 @@ class WeightStore:
             disk.remove_step(self.path, number)
         return doomed
 
+    def discard_after(self, number: int) -> list[int]:
+        """Delete the versions above `number`, which a resumed run will make anew; returns them."""
+        self._refuse_read_only("discard")
+        doomed = [later for later in self.numbers() if later > number]
+        for later in reversed(doomed):
+            disk.remove_step(self.path, later)
+        return doomed
+
     def _prepare(self) -> None:
         disk.make_folder(self.path)
         if not self._clean:

@@ -80,21 +80,41 @@ def test_train_then_eval_and_generate_work_on_what_the_run_left(jaxrl, workdir):
     assert "v5:" in generated.stderr
 
 
-def test_train_interrupted_saves_a_checkpoint_and_goes_on(jaxrl, workdir):
+@pytest.mark.parametrize(
+    ("signum", "code"),
+    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)],
+)
+def test_train_interrupted_saves_a_checkpoint_and_goes_on(jaxrl, workdir, signum, code):
     process = jaxrl("train", "--config=config.py", "--config.train.steps=100000", wait=False)
     for line in process.stderr:
         if "checkpoint at version 4" in line:
             break
-    process.send_signal(signal.SIGINT)
+    process.send_signal(signum)
     _, rest = process.communicate()
+    reached = max(int(path.name) for path in (workdir / "run" / "checkpoints").iterdir())
 
-    resumed = jaxrl("train", "--config=config.py", "--config.train.steps=10")
+    resumed = jaxrl("train", "--config=config.py", f"--config.train.steps={reached - 2 + 1}")
 
-    assert process.returncode == 130, rest
+    assert process.returncode == code, rest
+    assert f"stopped by {signum.name}" in rest
     assert "Traceback" not in rest
-    # The interrupted run is past its tenth update or not: either way it ends without training anew.
     assert resumed.returncode == 0, resumed.stderr
-    assert "resumed rl at v" in resumed.stderr
+    assert f"resumed rl at v{reached}:" in resumed.stderr
+    assert json.loads(jaxrl("eval", "--run=run").stdout)["version"] == reached + 1
+
+
+def test_signal_while_importing_ends_the_process_with_one_line():
+    code = (
+        "import os, signal, time\n"
+        "from jaxrl.cli import main\n"
+        "with main._signals_end_the_process():\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    time.sleep(60)\n"
+    )
+
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+    assert (result.returncode, result.stderr) == (143, "jaxrl: error: interrupted\n")
 
 
 @pytest.mark.parametrize(
@@ -103,6 +123,8 @@ def test_train_interrupted_saves_a_checkpoint_and_goes_on(jaxrl, workdir):
         (["--config.output_dir=config.py/run"], "config.py/run"),
         (["--config.rollout.slots=0"], "rollout.slots"),
         (["--config.data.path=missing.jsonl"], "missing.jsonl"),
+        (["--config.mesh.data=3"], "mesh: "),
+        (["--config.model.vocab_size=5"], "model.vocab_size=5 must be 0 or at least 99"),
         (["--config.rewards.scorer=no_such_module:score"], "no_such_module"),
     ],
 )

@@ -82,12 +82,13 @@ def test_load_config_file_dataclass_of_the_file_itself_works(tmp_path):
         ("def get_config(name):\n    return 1\n", ": TypeError: get_config() missing 1 required"),
         (
             HEAD + "def get_config():\n    return TrainConfig(\n        steps=-1)\n",
-            ":3: train.steps=-1 must be at least 0",
+            ":3: train.steps=-1 must be between 0 and 2147483647",
         ),
         (
             HEAD + "def get_config():\n    return TrainConfig(stps=1)\n",
             ":3: train.stps does not exist; did you mean train.steps?",
         ),
+        ("import sys\nsys.exit(0)\n", ": the file called sys.exit(0)"),
         ("from jaxrl.config import TrianConfig\n", ":1: ImportError: cannot import name 'Trian"),
     ],
 )

@@ -69,7 +69,7 @@ def test_apply_overrides_together_are_checked_as_a_whole(config):
     [
         ("train.steps", "1.5", "train.steps='1.5' must be an integer"),
         ("train.steps", "", "train.steps='' must be an integer"),
-        ("train.steps", "-1", "train.steps=-1 must be at least 0"),
+        ("train.steps", "-1", "train.steps=-1 must be between 0 and 2147483647"),
         ("train.learning_rate", "fast", "train.learning_rate='fast' must be a finite number"),
         ("train.learning_rate", "nan", "train.learning_rate='nan' must be a finite number"),
         ("observe.plots", "maybe", "observe.plots='maybe' must be true or false"),

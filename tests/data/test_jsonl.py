@@ -71,6 +71,8 @@ def test_read_jsonl_number_answer_blank_lines_and_byte_order_mark(tmp_path):
         (b'{"question": "q", "answer": true}', "got True"),
         (b'{"question": "q", "answer": "so #### "}', "a.jsonl:2: 'answer' is empty"),
         (b'{"question": "\xff", "answer": "a"}', "a.jsonl:2: not a JSON record"),
+        (b'{"question": "q", "answer": NaN}', "a.jsonl:2: not a JSON record: NaN is not JSON"),
+        (rb'{"question": "\ud800", "answer": "a"}', "a.jsonl:2: not a JSON record: .* surrogates"),
         (b"[" * 100_000, "a.jsonl:2: not a JSON record"),
     ],
 )
@@ -89,10 +91,10 @@ def test_read_jsonl_missing_empty_or_broken_file_raises(tmp_path):
     (tmp_path / "text.jsonl.gz").write_text("{}")
 
     for name, message in [
-        ("none.jsonl", "cannot be read after line 0"),
+        ("none.jsonl", "cannot be read: No such file"),
         ("empty.jsonl", "has no examples"),
         ("cut.jsonl.gz", r"cannot be read after line \d+: Compressed file ended"),
-        ("text.jsonl.gz", "cannot be read after line 0: Not a gzipped file"),
+        ("text.jsonl.gz", "cannot be read: Not a gzipped file"),
     ]:
         with pytest.raises(DataError, match=message):
             read_jsonl(tmp_path / name)

@@ -237,6 +237,20 @@ def test_queries_leave_out_what_a_resume_made_void(path):
     assert [r["seq"] for r in effective(records)] == [0, 1, 2, 3, 4, 8, 9]
 
 
+def test_queries_leave_out_everything_before_a_new_start(path):
+    with Ledger(path) as ledger:
+        ledger.append("started", version=0)
+        ledger.published(WeightVersion(0, "d0"))
+        ledger.consumed([_group(0, 0)], 0)
+        ledger.append("started", version=0)
+        ledger.published(WeightVersion(0, "other"))
+        ledger.consumed([_group(1, 0)], 0)
+
+    records = read_ledger(path)
+    assert consumed_samples(records) == {0: ["p1/0", "p1/1"]}
+    assert published_versions(records) == {0: "other"}
+
+
 def test_append_to_a_file_that_cannot_grow_is_output_error_and_leaves_it_valid(path):
     # A file-size limit fails writes as a full disk does, in the middle of a line too.
     code = (

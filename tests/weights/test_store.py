@@ -399,3 +399,16 @@ def test_reader_follows_a_writer_that_publishes_and_prunes(tmp_path):
 
     assert child.returncode == 0
     assert out.startswith("read ")
+
+
+def test_discard_after_deletes_later_versions_and_their_numbers_are_free(tmp_path):
+    store = WeightStore(tmp_path / "weights")
+    for number in (2, 3, 5):
+        publish(store, number)
+
+    assert store.discard_after(2) == [3, 5]
+    assert store.discard_after(2) == []
+
+    assert store.numbers() == [2]
+    params = make_params(9)
+    assert store.publish(params, stamp(params, 3))
