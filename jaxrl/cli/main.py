@@ -125,8 +125,11 @@ def command_help(command: parsing.Command) -> str:
 def _one_line(error: BaseException) -> str:
     """The message, and those of its causes, without line breaks."""
     text = " ".join(str(error).split()) or type(error).__name__
-    cause = error.__cause__
-    return f"{text} (cause: {type(cause).__name__}: {_one_line(cause)})" if cause else text
+    if error.__cause__ is None:
+        return text
+    cause = _one_line(error.__cause__)
+    # Many messages quote their cause already.
+    return text if cause in text else f"{text} (cause: {type(error.__cause__).__name__}: {cause})"
 
 
 def _report(kind: str, text: str) -> None:

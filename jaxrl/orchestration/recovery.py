@@ -84,8 +84,20 @@ def latest_place(session: Session) -> Place | None:
 
 
 def restore_engine(session: Session, engine: TrainEngine, place: Place) -> None:
-    """Put the checkpoint's state into the engine; verified against the version's digest."""
-    state, _ = session.checkpoints.restore(engine.abstract_state, place.version.number)
+    """Put the checkpoint's state into the engine; verified against the version's digest.
+
+    Raises `CheckpointError` if it is damaged, which names an earlier one where there is one.
+    """
+    number = place.version.number
+    try:
+        state, _ = session.checkpoints.restore(engine.abstract_state, number)
+    except CheckpointError as error:
+        earlier = [step for step in session.checkpoints.steps() if step < number]
+        if not earlier:
+            raise
+        folder = session.checkpoints.path / str(number)
+        advice = f"delete {folder} to go on from checkpoint {earlier[-1]}"
+        raise CheckpointError(f"{error}; {advice}") from error.__cause__
     engine.restore(state, version=place.version.number)
     session.ledger.append("resumed", version=place.version.number, digest=place.version.digest)
     _LOGGER.info("resumed %s at %s", place.phase, place.version)

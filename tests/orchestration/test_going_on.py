@@ -57,6 +57,20 @@ def test_fit_without_the_checkpoints_that_the_ledger_names_is_refused(make_confi
     assert run.ledger.read_text() == lines
 
 
+def test_fit_damaged_checkpoint_is_refused_with_the_way_to_an_earlier_one(make_config):
+    _fit(make_config(checkpoint={"every": 2}))
+    run = RunDir(make_config().output_dir)
+    data = max((run.checkpoints / "8").rglob("*"), key=lambda p: p.is_file() and p.stat().st_size)
+    data.write_bytes(data.read_bytes()[:20])
+    more = make_config(train={"steps": 5})
+
+    with pytest.raises(CheckpointError, match=r"delete .*/8 to go on from checkpoint 6"):
+        _fit(more)
+    shutil.rmtree(run.checkpoints / "8")
+
+    assert _fit(more).number == 9
+
+
 def test_fit_finished_run_says_so_and_keeps_its_config(make_config, capsys):
     config = make_config()
     _fit(config)
