@@ -70,6 +70,11 @@ def _jaxrl_imports(tree: ast.AST) -> list[tuple[int, str]]:
     return found
 
 
+def _relative_imports(tree: ast.AST) -> list[int]:
+    """Lines of imports that do not say which room they mean."""
+    return [n.lineno for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.level]
+
+
 def _violations(room: str, imported: str) -> str | None:
     """Why `room` may not import `imported`, or None."""
     if room == imported:
@@ -89,9 +94,12 @@ def test_imports_of_a_room_point_to_lower_floors_only(path):
     room = _room(path)
     assert room in FLOORS, f"{room} has no floor: add it to the table of docs/architecture.md"
 
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    assert _relative_imports(tree) == []
+
     bad = [
         f"{path.name}:{line} imports jaxrl.{imported}: {why}"
-        for line, imported in _jaxrl_imports(ast.parse(path.read_text(encoding="utf-8")))
+        for line, imported in _jaxrl_imports(tree)
         if (why := _violations(room, imported))
     ]
 
@@ -103,6 +111,7 @@ def test_violations_arrow_that_runs_up_is_found():
     assert _violations("train", "inference") is not None
     assert _violations("sharding", "types") is not None
     assert _violations("rollout", "inference") is None
+    assert _relative_imports(ast.parse("from ..train import engine")) == [1]
 
 
 def _modules_after(statement: str) -> set[str]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
@@ -23,12 +25,10 @@ DEVICE_CALLS = {
     "jax.make_mesh",
     "jax.random.key",
     "jax.random.PRNGKey",
-    "jnp.zeros",
-    "jnp.ones",
-    "jnp.array",
-    "jnp.asarray",
-    "jnp.arange",
 }
+HARMLESS = {"jax.numpy.dtype"}
+"""Calls of jax.numpy that make no array."""
+
 BLOCKING_CALLS = {
     "time.sleep",
     "open",
@@ -52,33 +52,59 @@ BLOCKING_METHODS = {
     "read_bytes",
     "write_bytes",
     "run_until_complete",
+    "open",
 }
 """Method names that block whatever object they are called on."""
 
 
-def _dotted(node: ast.AST) -> str:
-    """`a.b.c` of a name or attribute expression, "" for anything else."""
+def _dotted(node: ast.AST, names: Mapping[str, str] = MappingProxyType({})) -> str:
+    """`a.b.c` of a name or attribute expression, "" for anything else.
+
+    `names` gives what imports call something else: {"jnp": "jax.numpy", "sleep": "time.sleep"}.
+    """
     if isinstance(node, ast.Name):
-        return node.id
+        return names.get(node.id, node.id)
     if isinstance(node, ast.Attribute):
-        left = _dotted(node.value)
+        left = _dotted(node.value, names)
         return f"{left}.{node.attr}" if left else ""
     return ""
+
+
+def _imported_names(tree: ast.Module) -> dict[str, str]:
+    """Local name -> what it stands for, of every import of the module."""
+    names: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.asname: alias.name for alias in node.names if alias.asname}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+    return names
+
+
+def _device_work(tree: ast.Module) -> list[tuple[int, str]]:
+    """Calls at import that reach for devices or make arrays."""
+    return [
+        (line, name)
+        for line, name in _calls_at_import(tree)
+        if name in DEVICE_CALLS or (name.startswith("jax.numpy.") and name not in HARMLESS)
+    ]
 
 
 def _calls_at_import(tree: ast.Module) -> list[tuple[int, str]]:
     """Calls that run when the module is imported: everything outside function bodies."""
     found: list[tuple[int, str]] = []
+    names = _imported_names(tree)
 
     def visit(node: ast.AST) -> None:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             # Decorators and defaults do run at import; the body does not.
-            outside = [*getattr(node, "decorator_list", []), *node.args.defaults]
-            for child in outside:
-                visit(child)
+            defaults = [*node.args.defaults, *node.args.kw_defaults]
+            for child in [*getattr(node, "decorator_list", []), *defaults]:
+                if child is not None:
+                    visit(child)
             return
         if isinstance(node, ast.Call):
-            found.append((node.lineno, _dotted(node.func)))
+            found.append((node.lineno, _dotted(node.func, names)))
         for child in ast.iter_child_nodes(node):
             visit(child)
 
@@ -89,15 +115,20 @@ def _calls_at_import(tree: ast.Module) -> list[tuple[int, str]]:
 def _blocking_in_async(tree: ast.Module) -> list[tuple[int, str]]:
     """Blocking calls in the body of a coroutine, less those inside nested plain functions."""
     found: list[tuple[int, str]] = []
+    names = _imported_names(tree)
 
     def visit(node: ast.AST, awaited: bool = False) -> None:
         if isinstance(node, ast.FunctionDef | ast.Lambda):
             return
+        if isinstance(node, ast.With):
+            held = [_dotted(item.context_expr) for item in node.items]
+            found.extend((node.lineno, f"with {name}") for name in held if "lock" in name)
         if isinstance(node, ast.Call) and not awaited:
-            name = _dotted(node.func)
+            name = _dotted(node.func, names)
             method = node.func.attr if isinstance(node.func, ast.Attribute) else ""
             # A lock or a thread that is waited for without a bound stops every other coroutine.
-            waits = method in {"acquire", "join"} or (method == "result" and "future" in name)
+            named = {"result": "fut", "get": "queue"}.get(method)  # asyncio tasks do not wait
+            waits = method in {"acquire", "join"} or (named is not None and named in name)
             unbounded = waits and not node.args + node.keywords
             if name in BLOCKING_CALLS or method in BLOCKING_METHODS or unbounded:
                 found.append((node.lineno, name or method))
@@ -146,9 +177,7 @@ def test_source_has_no_wildcard_import(path):
 
 @by_name
 def test_source_does_no_device_work_at_import(path):
-    bad = [(line, name) for line, name in _calls_at_import(_parse(path)) if name in DEVICE_CALLS]
-
-    assert bad == []
+    assert _device_work(_parse(path)) == []
 
 
 @by_name
@@ -174,9 +203,26 @@ def test_guards_bad_source_is_found():
         "    time.sleep(1)\n"
         "    lock.acquire()\n"
         "    await lock.acquire()\n"
+        "from time import sleep as rest\n"
+        "from jax import devices\n"
+        "import jax.numpy as jnp\n"
+        "def g(*, x=jnp.ones(3), dtype=jnp.dtype('int32')):\n"
+        "    return devices()\n"
+        "MORE = devices()\n"
+        "async def h(path, lock, queue, fut):\n"
+        "    rest(1)\n"
+        "    with lock:\n"
+        "        path.open()\n"
+        "    queue.get()\n"
+        "    fut.result()\n"
+        "    await queue.get()\n"
     )
 
     assert _prints(bad) == [5]
     assert _wildcards(bad) == [2]
-    assert (3, "jax.devices") in _calls_at_import(bad)
-    assert [line for line, _ in _blocking_in_async(bad)] == [6, 7]
+    assert _device_work(bad) == [
+        (3, "jax.devices"),
+        (12, "jax.numpy.ones"),
+        (14, "jax.devices"),
+    ]
+    assert [line for line, _ in _blocking_in_async(bad)] == [6, 7, 16, 17, 18, 19, 20]
