@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from jaxrl.config.experiment import ExperimentConfig
     from jaxrl.config.files import load_config_file
     from jaxrl.config.overrides import apply_overrides
+    from jaxrl.config.published import published_model
     from jaxrl.config.sections import (
         AlgorithmConfig,
         CheckpointConfig,
@@ -39,6 +40,7 @@ _HOME = {
     "TrainConfig": "sections",
     "load_config_file": "files",
     "apply_overrides": "overrides",
+    "published_model": "published",
     "from_json": "serialize",
     "load_config": "serialize",
     "save_config": "serialize",
@@ -62,6 +64,7 @@ __all__ = [
     "from_json",
     "load_config",
     "load_config_file",
+    "published_model",
     "save_config",
     "to_json",
 ]

@@ -28,6 +28,7 @@ class ModelConfig:
     max_length: int = common(
         512, "longest sequence in tokens, prompt and completion together", rules.at_least(2)
     )
+    weights: str = common("", "folder of published weights to start from; empty: random ones")
     rope_theta: float = rare(10000.0, "base of the rotary frequencies", rules.above(0))
     norm_eps: float = rare(1e-6, "added to the variance in RMSNorm", rules.above(0))
     qk_norm: bool = rare(False, "normalise queries and keys per head")

@@ -21,7 +21,8 @@ from jaxrl.data.examples import load_examples
 from jaxrl.data.prompts import PromptStream, eval_prompts
 from jaxrl.data.tokenizers import Tokenizer, load_tokenizer
 from jaxrl.errors import CheckpointError, ConfigError
-from jaxrl.models.model import Model, build_model
+from jaxrl.models.model import Model, build_model, init_params
+from jaxrl.models.safetensors import check_folder, load_params
 from jaxrl.observe.logger import get_logger, setup_logging
 from jaxrl.observe.progress import Progress
 from jaxrl.observe.tracker import Tracker, Writer
@@ -64,6 +65,8 @@ class Parts:
             self.model.shardings(self.mesh)
         except ValueError as error:
             raise ConfigError(str(error)) from None
+        if model.weights:
+            check_folder(model.weights, self.model)
         shards, slots = self.row_shards, config.rollout.slots
         rule = f"a multiple of mesh.data x mesh.fsdp = {shards}"
         demand(slots % shards == 0, "rollout.slots", slots, rule)
@@ -81,6 +84,12 @@ class Parts:
         """The decoder, with the tokenizer's vocabulary unless the config gives a size."""
         size = self.config.model.vocab_size or self.tokenizer.vocab_size
         return build_model(dataclasses.replace(self.config.model, vocab_size=size))
+
+    def initial_params(self) -> Any:
+        """The weights that training starts from: published ones, or random ones of the seed."""
+        if self.config.model.weights:
+            return load_params(self.config.model.weights, self.model, mesh=self.mesh)
+        return init_params(self.model, self.config.seed, mesh=self.mesh)
 
     @functools.cached_property
     def mesh(self) -> Mesh:

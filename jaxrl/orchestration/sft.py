@@ -10,7 +10,6 @@ import jax
 from jaxrl.config import ExperimentConfig
 from jaxrl.data.supervised import SupervisedBatches, careless
 from jaxrl.errors import NonFiniteError
-from jaxrl.models.model import init_params
 from jaxrl.observe import names
 from jaxrl.orchestration.recovery import (
     Place,
@@ -72,7 +71,7 @@ class SFTTrainer:
         )
         self.engine = TrainEngine(
             parts.model,
-            init_params(parts.model, config.seed, mesh=parts.mesh),
+            parts.initial_params(),
             make_optimizer(sft),
             sft_objective(logprob_chunk=config.train.logprob_chunk),
             mesh=parts.mesh,

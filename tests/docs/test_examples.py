@@ -21,9 +21,11 @@ from jaxrl.config import (
     RolloutConfig,
     SFTConfig,
     TrainConfig,
+    published_model,
 )
 from jaxrl.data.tokenizers import load_tokenizer
 from jaxrl.models.model import build_model, init_params
+from jaxrl.models.safetensors import save_params
 from jaxrl.sharding import make_mesh
 from jaxrl.types import Completion
 
@@ -106,6 +108,18 @@ def test_weights_page_example_runs(examples):
 
     assert space["version"].number == 7
     assert jax.tree.leaves(space["params"])[0].sharding.mesh == mesh
+
+
+def test_models_page_examples_run(examples):
+    config, in_and_out = examples("docs/models.md")
+    model = build_model(ModelConfig(**_MODEL, vocab_size=32, max_length=1024))
+    save_params("models/my-llama", model, init_params(model, 0))
+
+    loaded = run(config)["get_config"]()
+    run(in_and_out, model=model, mesh=make_mesh(data=4, tensor=2))
+
+    assert loaded.model.weights == "models/my-llama"
+    assert published_model("models/trained", weights="") == model.config
 
 
 def test_data_page_example_runs(examples):

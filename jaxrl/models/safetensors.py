@@ -1,0 +1,231 @@
+"""Weights in and out of folders as Hugging Face keeps them: safetensors, one file or several.
+
+Weights are stored outputs first there as here, so every tensor is a reshape of one of ours. They
+are read one by one straight to their place on the mesh; the whole model is never on the host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxrl.config.published import published_record
+from jaxrl.errors import CheckpointError, OutputError
+from jaxrl.models.model import Model, Params
+from jaxrl.sharding import DEFAULT_RULES, Rules
+
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_FLOATS = ("F32", "F16", "BF16")
+_UNTIED = "lm_head.weight"
+_OUTSIDE = {
+    "embedding": "model.embed_tokens.weight",
+    "unembedding": _UNTIED,
+    "final_norm/scale": "model.norm.weight",
+}
+_LAYER = {
+    "attention_norm/scale": "input_layernorm.weight",
+    "mlp_norm/scale": "post_attention_layernorm.weight",
+    "attention/query": "self_attn.q_proj.weight",
+    "attention/key": "self_attn.k_proj.weight",
+    "attention/value": "self_attn.v_proj.weight",
+    "attention/out": "self_attn.o_proj.weight",
+    "attention/query_norm/scale": "self_attn.q_norm.weight",
+    "attention/key_norm/scale": "self_attn.k_norm.weight",
+    "mlp/gate": "mlp.gate_proj.weight",
+    "mlp/up": "mlp.up_proj.weight",
+    "mlp/down": "mlp.down_proj.weight",
+}
+"""Path of a weight within a layer -> its published name."""
+
+
+def check_folder(folder: str | os.PathLike[str], model: Model) -> None:
+    """Raise `CheckpointError` unless the tensors in `folder` are the model's; reads headers."""
+    with _Tensors(Path(folder)) as tensors:
+        tensors.check(model)
+
+
+def load_params(
+    folder: str | os.PathLike[str],
+    model: Model,
+    *,
+    mesh: Mesh | None = None,
+    rules: Rules = DEFAULT_RULES,
+) -> Params:
+    """The weights in `folder`, in the model's `param_dtype`, on `mesh` (None: the first device).
+
+    Raises `CheckpointError`, before any weight is read, for a file that is missing or damaged and
+    for tensors that are missing, unknown, in two files, or of another shape, naming each.
+    """
+    with _Tensors(Path(folder)) as tensors:
+        tensors.check(model)
+        one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        places = jax.tree.map(lambda _: one, model.abstract)
+        if mesh is not None:
+            places = model.shardings(mesh, rules)
+
+        def load(path: tuple, like: jax.ShapeDtypeStruct, place: Any) -> jax.Array:
+            names = _names(path, like.shape, model)
+            part = functools.partial(_part, tensors.read, names, like)
+            return jax.make_array_from_callback(like.shape, place, part)
+
+        return jax.tree_util.tree_map_with_path(load, model.abstract, places)
+
+
+def save_params(folder: str | os.PathLike[str], model: Model, params: Params) -> Path:
+    """Write config.json and model.safetensors for other libraries; returns the weights' path.
+
+    The model is gathered on the host. Readers see the old file or the new one, never half of one.
+    Raises `OutputError`.
+    """
+    from safetensors.numpy import save_file
+
+    folder = Path(folder)
+    tensors: dict[str, np.ndarray] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        names = _names(path, leaf.shape, model)
+        whole = np.asarray(leaf)
+        layers = whole if len(names) > 1 else [whole]
+        for name, value in zip(names, layers, strict=True):
+            tensors[name] = np.ascontiguousarray(value.reshape(_published_shape(name, value.shape)))
+    half_written = folder / f"{_SINGLE}.unfinished"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, half_written, metadata={"format": "pt"})
+        os.replace(half_written, folder / _SINGLE)
+        record = json.dumps(published_record(model.config), indent=2)
+        (folder / "config.json").write_text(record + "\n", encoding="utf-8")
+    except Exception as error:
+        # The library reports the system's refusals as errors of its own.
+        with contextlib.suppress(OSError):
+            half_written.unlink()
+        raise OutputError(f"cannot write {folder / _SINGLE}: {error}") from error
+    return folder / _SINGLE
+
+
+class _Tensors:
+    """The tensors of a folder by name, whichever file they are in."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._stack = contextlib.ExitStack()
+        self._files: dict[str, Any] = {}
+
+    def __enter__(self) -> _Tensors:
+        with contextlib.ExitStack() as stack:
+            for path in _files_of(self._folder):
+                file = stack.enter_context(_open(path))
+                for name in file.keys():  # noqa: SIM118  # not a mapping
+                    if name in self._files:
+                        raise CheckpointError(f"{self._folder}: {name!r} is in two files")
+                    self._files[name] = file
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+    def check(self, model: Model) -> None:
+        """Every tensor of the model is there, in its shape, and no other."""
+        wanted: dict[str, tuple[int, ...]] = {}
+        for path, leaf in jax.tree_util.tree_leaves_with_path(model.abstract):
+            names = _names(path, leaf.shape, model)
+            shape = leaf.shape[1:] if len(names) > 1 else leaf.shape
+            wanted |= {name: _published_shape(name, shape) for name in names}
+        problems = [f"{name!r} is missing" for name in wanted if name not in self._files]
+        for name in self._files:
+            if name not in wanted:
+                if not (name == _UNTIED and model.config.tie_embeddings):
+                    problems.append(f"{name!r} belongs to no weight of the model")
+                continue
+            header = self._files[name].get_slice(name)
+            shape, dtype = tuple(header.get_shape()), header.get_dtype()
+            if shape != wanted[name]:
+                problems.append(f"{name!r} is {list(shape)}, the model has {list(wanted[name])}")
+            if dtype not in _FLOATS:
+                problems.append(f"{name!r} is {dtype}, must be one of {', '.join(_FLOATS)}")
+        if problems:
+            more = [f"and {len(problems) - 5} more"] if len(problems) > 5 else []
+            raise CheckpointError(f"{self._folder} does not fit: {'; '.join(problems[:5] + more)}")
+        if model.config.tie_embeddings and _UNTIED in self._files:
+            table = self.read(_OUTSIDE["embedding"])
+            if not np.array_equal(table, self.read(_UNTIED)):
+                raise CheckpointError(
+                    f"{self._folder}: {_UNTIED!r} differs from the embedding, but "
+                    "model.tie_embeddings=True"
+                )
+
+    def read(self, name: str) -> np.ndarray:
+        """The tensor as it is stored."""
+        return self._files[name].get_tensor(name)
+
+
+def _part(
+    read: Callable[[str], np.ndarray],
+    names: list[str],
+    like: jax.ShapeDtypeStruct,
+    index: tuple[slice, ...],
+) -> np.ndarray:
+    """The part `index` of a weight; one tensor is in memory at a time."""
+    if len(names) == 1:
+        return read(names[0]).reshape(like.shape)[index].astype(like.dtype)
+    layers = names[index[0]]
+    parts = (read(name).reshape(like.shape[1:])[index[1:]].astype(like.dtype) for name in layers)
+    return np.stack(list(parts))
+
+
+def _names(path: tuple, shape: tuple[int, ...], model: Model) -> list[str]:
+    """Published names of the weight at `path`: one, or one for each layer when they are scanned."""
+    keys = [str(key.key) for key in path]
+    if keys[0] != "layers":
+        return [_OUTSIDE["/".join(keys)]]
+    if model.config.scan_layers:
+        return [f"model.layers.{i}.{_LAYER['/'.join(keys[1:])]}" for i in range(shape[0])]
+    return [f"model.layers.{keys[1]}.{_LAYER['/'.join(keys[2:])]}"]
+
+
+def _published_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Heads and their width are one dimension there."""
+    if len(shape) < 3:
+        return tuple(shape)
+    if name.endswith("o_proj.weight"):
+        return (shape[0], math.prod(shape[1:]))
+    return (math.prod(shape[:-1]), shape[-1])
+
+
+def _files_of(folder: Path) -> list[Path]:
+    """The files that hold the tensors: those of the index, or the single one."""
+    if (folder / _INDEX).is_file():
+        try:
+            record = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
+            names = sorted(set(record["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise CheckpointError(f"{folder / _INDEX} is damaged: {error!r}") from None
+        # A name is a file of this folder: an index must not reach outside it.
+        if outside := [name for name in names if Path(name).name != name]:
+            raise CheckpointError(f"{folder / _INDEX} names {outside[0]!r} outside the folder")
+        return [folder / name for name in names]
+    if not (folder / _SINGLE).is_file():
+        raise CheckpointError(f"{folder} holds neither {_SINGLE} nor {_INDEX}")
+    return [folder / _SINGLE]
+
+
+@contextlib.contextmanager
+def _open(path: Path) -> Iterator[Any]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        file = safe_open(path, "numpy")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from None
+    with file:
+        yield file

@@ -1,0 +1,226 @@
+"""Weights in and out of safetensors: the same numbers, checked before anything is read."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jaxrl.config import ModelConfig, published_model
+from jaxrl.errors import CheckpointError, ConfigError, OutputError
+from jaxrl.models.model import build_model, stack_layers
+from jaxrl.models.safetensors import check_folder, load_params, save_params
+from jaxrl.sharding import make_mesh
+
+VARIANTS = {
+    "tied": {},
+    "qk_norm": {"qk_norm": True, "tie_embeddings": False},
+    "bfloat16": {"param_dtype": "bfloat16"},
+}
+
+
+@pytest.fixture
+def saved(make_model, tmp_path):
+    """Function (**changes) -> (model, params, the folder that they were written to)."""
+
+    def save(**changes):
+        model, params = make_model(**changes)
+        save_params(tmp_path / "model", model, params)
+        return model, params, tmp_path / "model"
+
+    return save
+
+
+def _assert_equal(got, want):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def _edit(folder, change) -> None:
+    """Apply `change` to the tensors of the file."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
+def test_save_then_load_gives_the_same_weights_and_config(saved, changes):
+    model, params, folder = saved(**changes)
+
+    config = published_model(folder, param_dtype=model.config.param_dtype)
+
+    assert config == dataclasses.replace(model.config, weights=str(folder))
+    _assert_equal(load_params(folder, build_model(config)), params)
+
+
+def test_load_onto_a_mesh_places_every_weight(saved):
+    model, params, folder = saved()
+    mesh = make_mesh(data=2, fsdp=2, tensor=2)
+
+    loaded = load_params(folder, model, mesh=mesh)
+
+    _assert_equal(loaded, params)
+    want = model.shardings(mesh)
+    assert jax.tree.all(jax.tree.map(lambda x, place: x.sharding == place, loaded, want))
+
+
+@pytest.mark.parametrize("mesh", [None, {"fsdp": 4, "tensor": 2}], ids=str)
+def test_load_scanned_layers_stacks_them(saved, mesh):
+    model, params, folder = saved()
+    scanned = build_model(dataclasses.replace(model.config, scan_layers=True))
+
+    loaded = load_params(folder, scanned, mesh=mesh and make_mesh(**mesh))
+
+    _assert_equal(loaded, stack_layers(params))
+
+
+def test_save_scanned_layers_gives_the_file_of_unrolled_ones(make_model, tmp_path):
+    model, params = make_model()
+    scanned = build_model(dataclasses.replace(model.config, scan_layers=True))
+
+    save_params(tmp_path / "a", model, params)
+    save_params(tmp_path / "b", scanned, stack_layers(params))
+
+    _assert_equal(*(load_file(tmp_path / name / "model.safetensors") for name in "ab"))
+
+
+def test_load_several_files_by_their_index(saved):
+    model, params, folder = saved()
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    parts = {"one.safetensors": names[:5], "two.safetensors": names[5:]}
+    for file, part in parts.items():
+        save_file({name: tensors[name] for name in part}, folder / file)
+    weight_map = {name: file for file, part in parts.items() for name in part}
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+
+    _assert_equal(load_params(folder, model), params)
+
+    save_file({name: tensors[name] for name in names[4:]}, folder / "two.safetensors")
+    with pytest.raises(CheckpointError, match=f"'{names[4]}' is in two files"):
+        load_params(folder, model)
+    index.write_text(json.dumps({"weight_map": {"x": "../one.safetensors"}}))
+    with pytest.raises(CheckpointError, match=r"'\.\./one\.safetensors' outside the folder"):
+        load_params(folder, model)
+    index.write_text("{}")
+    with pytest.raises(CheckpointError, match="is damaged"):
+        load_params(folder, model)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_load_smaller_floats_become_the_dtype_of_the_model(saved, dtype):
+    model, params, folder = saved()
+    _edit(folder, lambda tensors: tensors.update({n: t.astype(dtype) for n, t in tensors.items()}))
+
+    loaded = load_params(folder, model)
+
+    _assert_equal(loaded, jax.tree.map(lambda x: np.asarray(x).astype(dtype).astype("f4"), params))
+
+
+def test_load_untied_copy_of_a_tied_embedding_must_be_equal(saved):
+    model, params, folder = saved()
+    table = "model.embed_tokens.weight"
+    _edit(folder, lambda tensors: tensors.update({"lm_head.weight": tensors[table].copy()}))
+    _assert_equal(load_params(folder, model), params)
+
+    _edit(folder, lambda tensors: tensors.update({"lm_head.weight": tensors[table] + 1}))
+    with pytest.raises(CheckpointError, match=r"'lm_head.weight' differs from the embedding"):
+        check_folder(folder, model)
+
+
+QUERY = "model.layers.1.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(QUERY), f"'{QUERY}' is missing"),
+        (lambda t: t.update(extra=np.ones(3, "f4")), "'extra' belongs to no weight of the model"),
+        (
+            lambda t: t.update({QUERY: t[QUERY][:-1].copy()}),
+            rf"'{QUERY}' is \[31, 32\], the model has \[32, 32\]",
+        ),
+        (lambda t: t.update({QUERY: t[QUERY].astype("i8")}), "is I64, must be one of F32"),
+    ],
+)
+def test_check_tensor_that_does_not_fit_is_named(saved, change, message):
+    model, _, folder = saved()
+    _edit(folder, change)
+
+    with pytest.raises(CheckpointError, match=message):
+        check_folder(folder, model)
+
+
+def test_check_damaged_or_missing_files_are_named(saved, tmp_path):
+    model, _, folder = saved()
+    path = folder / "model.safetensors"
+    whole = path.read_bytes()
+
+    with pytest.raises(CheckpointError, match="holds neither model.safetensors nor"):
+        check_folder(tmp_path, model)
+    # Cut off; a header longer than the file; a header that claims more data than there is.
+    for damaged in (whole[:-5], b"\xff" * 8 + whole[8:], whole[: len(whole) // 2]):
+        path.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=r"cannot read .*model\.safetensors: "):
+            check_folder(folder, model)
+
+
+def test_save_into_a_file_is_output_error(make_model, tmp_path):
+    (tmp_path / "file").write_text("")
+
+    with pytest.raises(OutputError, match="cannot write .*file"):
+        save_params(tmp_path / "file", *make_model())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "gpt2"}, "model_type='gpt2' must be one of: llama, qwen3"),
+        ({"attention_bias": True}, "attention_bias=True must be False"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' must be 'silu'"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "rope_type='llama3' must be 'default'"),
+        ({"hidden_size": None}, "has no hidden_size"),
+        ({"num_attention_heads": 3}, "model.n_heads=3 must be a multiple"),
+    ],
+)
+def test_published_model_that_the_decoder_cannot_compute_is_refused(saved, change, message):
+    folder = saved()[2]
+    record = {**json.loads((folder / "config.json").read_text()), **change}
+    record = {key: value for key, value in record.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(record))
+
+    with pytest.raises(ConfigError, match=message):
+        published_model(folder)
+
+
+def test_published_model_fields_that_older_files_leave_out(tmp_path):
+    record = {
+        "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 100,
+        "num_attention_heads": 4, "intermediate_size": 128, "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(record))
+
+    config = published_model(tmp_path, max_length=128)
+
+    assert config == ModelConfig(
+        n_layers=2, d_model=64, n_heads=4, n_kv_heads=4, head_dim=16, mlp_dim=128,
+        vocab_size=100, max_length=128, norm_eps=1e-5, rope_theta=5e5, tie_embeddings=False,
+        weights=str(tmp_path),
+    )  # fmt: skip
+
+
+def test_published_model_missing_or_broken_file_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        published_model(tmp_path)
+    for text, message in (("{", "not JSON"), ("[]", "must be a JSON object")):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            published_model(tmp_path)

@@ -1,0 +1,77 @@
+"""Published families give the numbers of Hugging Face transformers, both ways."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl.config import published_model
+from jaxrl.models.model import build_model, forward, unembed
+from jaxrl.models.safetensors import load_params, save_params
+
+torch = pytest.importorskip("torch", reason="the comparison needs torch and transformers")
+transformers = pytest.importorskip("transformers", reason="the comparison needs transformers")
+
+SIZES = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64, "max_position_embeddings": 64,
+}  # fmt: skip
+FAMILIES = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM", {"rope_theta": 5e4, "rms_norm_eps": 1e-5}),
+    "llama_tied": ("LlamaConfig", "LlamaForCausalLM", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {"rope_theta": 1e6}),
+}
+TOKENS = np.random.default_rng(0).integers(0, 64, (2, 17)).astype(np.int32)
+
+
+def _theirs(name: str):
+    """A random model of the family, with scales that are not 1."""
+    config, model, extra = FAMILIES[name]
+    torch.manual_seed(0)
+    theirs = getattr(transformers, model)(getattr(transformers, config)(**SIZES, **extra))
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return theirs.eval()
+
+
+def _logits_of(theirs) -> np.ndarray:
+    with torch.no_grad():
+        return theirs(torch.tensor(TOKENS, dtype=torch.long)).logits.numpy()
+
+
+def _logits(folder) -> np.ndarray:
+    model = build_model(published_model(folder))
+    positions = np.broadcast_to(np.arange(TOKENS.shape[1], dtype=np.int32), TOKENS.shape)
+
+    def run(params):
+        hidden, _ = forward(model, params, TOKENS, positions)
+        return unembed(model, params, hidden)
+
+    return np.asarray(jax.jit(run)(load_params(folder, model)))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_of_a_model_that_transformers_saved_are_its_own(name, tmp_path):
+    theirs = _theirs(name)
+    theirs.save_pretrained(tmp_path)
+
+    ours = _logits(tmp_path)
+
+    want = _logits_of(theirs)
+    np.testing.assert_allclose(ours, want, rtol=0, atol=2e-4)
+    np.testing.assert_array_equal(ours.argmax(-1), want.argmax(-1))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_transformers_loads_what_was_saved_and_gives_the_same_logits(name, tmp_path):
+    theirs = _theirs(name)
+    theirs.save_pretrained(tmp_path / "theirs")
+    model = build_model(published_model(tmp_path / "theirs"))
+
+    save_params(tmp_path / "ours", model, load_params(tmp_path / "theirs", model))
+
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
+    assert type(again) is type(theirs)
+    np.testing.assert_array_equal(_logits_of(again), _logits_of(theirs))
