@@ -12,8 +12,12 @@ from jaxrl.config.sections import ModelConfig
 from jaxrl.config.serialize import read_text
 from jaxrl.errors import ConfigError
 
-_FAMILIES = {"llama": {"qk_norm": False}, "qwen3": {"qk_norm": True}}
-"""`model_type` -> what the family fixes. SmolLM2 is a llama."""
+_FAMILIES = {
+    "llama": {"qk_norm": False, "qkv_bias": False},
+    "qwen2": {"qk_norm": False, "qkv_bias": True},
+    "qwen3": {"qk_norm": True, "qkv_bias": False},
+}
+"""`model_type` -> what the family fixes. SmolLM2 is a llama, Qwen2.5 a qwen2."""
 
 _ONLY: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
@@ -56,17 +60,25 @@ def published_model(folder: str | os.PathLike[str], **changes: Any) -> ModelConf
     for key, allowed in _ONLY.items():
         if (value := record.get(key, allowed[-1])) not in allowed:
             raise ConfigError(f"{path}: {key}={value!r} must be {allowed[0]!r}")
-    record = {**_defaults(record, path), **record, "rope_theta": _rope_theta(record, path)}
-    fields = {ours: record[theirs] for theirs, ours in _NAMES.items()}
+    theta, scaling = _rope(record, path)
+    record = {**_defaults(record, path), **record, "rope_theta": theta}
+    fields = {ours: record[theirs] for theirs, ours in _NAMES.items()} | {"rope_scaling": scaling}
     return ModelConfig(**{**fields, **_FAMILIES[family], "weights": os.fspath(folder), **changes})
 
 
 def published_record(config: ModelConfig) -> dict[str, Any]:
-    """What the config.json of an exported model holds; `published_model` reads it back."""
-    family = "qwen3" if config.qk_norm else "llama"
+    """What the config.json of an exported model holds; `published_model` reads it back.
+
+    Raises `ConfigError` for a model that is of no published family.
+    """
+    fixed = {"qk_norm": config.qk_norm, "qkv_bias": config.qkv_bias}
+    families = [name for name, values in _FAMILIES.items() if values == fixed]
+    if not families:
+        raise ConfigError(f"no published family has {fixed}: the model cannot be exported")
     return {
-        "architectures": [{"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}[family]],
-        "model_type": family,
+        "architectures": [f"{families[0].capitalize()}ForCausalLM"],
+        "model_type": families[0],
+        "rope_scaling": dict(config.rope_scaling) or None,
         "hidden_act": "silu",
         "attention_bias": False,
         "torch_dtype": config.param_dtype,
@@ -99,10 +111,16 @@ def _defaults(record: Mapping[str, Any], path: Path) -> dict[str, Any]:
     }
 
 
-def _rope_theta(record: Mapping[str, Any], path: Path) -> float:
-    """The base of the rotary positions, in the spelling of transformers 4 or 5."""
-    rope = record.get("rope_parameters") or record.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise ConfigError(f"{path}: rope_type={kind!r} must be 'default': no scaling of positions")
-    return float(rope.get("rope_theta", record.get("rope_theta", 10000.0)))
+def _rope(record: Mapping[str, Any], path: Path) -> tuple[float, dict[str, Any]]:
+    """Base and scaling of the rotary positions, in the spelling of transformers 4 or 5."""
+    rope = dict(record.get("rope_parameters") or record.get("rope_scaling") or {})
+    theta = float(rope.pop("rope_theta", record.get("rope_theta", 10000.0)))
+    # Files of older versions say `type`; some say both.
+    old_kind = rope.pop("type", "default")
+    kind = rope.pop("rope_type", old_kind)
+    if kind == "default":
+        return theta, {}
+    if kind not in ("linear", "llama3"):
+        kinds = "'default', 'linear' or 'llama3'"
+        raise ConfigError(f"{path}: rope_type={kind!r} must be {kinds}")
+    return theta, {"rope_type": kind, **rope}

@@ -12,6 +12,18 @@ Schedule = Literal["constant", "linear", "cosine"]
 MAX_SEED = 2**31 - 1
 
 
+_ROPE_SCALING = {
+    "linear": ("factor",),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+}
+"""Kind of position scaling -> its numbers, in the spelling of published config.json files."""
+
+
 @section("model.")
 class ModelConfig:
     """Shape of the decoder (pre-norm, grouped-query attention, RoPE, SwiGLU)."""
@@ -30,8 +42,14 @@ class ModelConfig:
     )
     weights: str = common("", "folder of published weights to start from; empty: random ones")
     rope_theta: float = rare(10000.0, "base of the rotary frequencies", rules.above(0))
+    rope_scaling: dict[str, Any] = rare(
+        dict,
+        'scaling of rotary positions as in config.json: rope_type "linear" or "llama3" and its '
+        "numbers; empty: none",
+    )
     norm_eps: float = rare(1e-6, "added to the variance in RMSNorm", rules.above(0))
     qk_norm: bool = rare(False, "normalise queries and keys per head")
+    qkv_bias: bool = rare(False, "add a bias to queries, keys and values")
     tie_embeddings: bool = rare(True, "use the token embedding as output projection too")
     scan_layers: bool = rare(
         False, "scan over the layers: compiles faster, runs slower where there are few layers"
@@ -51,6 +69,20 @@ class ModelConfig:
             f"a multiple of model.n_kv_heads={self.n_kv_heads}",
         )
         demand(self.head_dim % 2 == 0, "model.head_dim", self.head_dim, "even")
+        self._check_rope_scaling()
+
+    def _check_rope_scaling(self) -> None:
+        scaling = self.rope_scaling
+        if not scaling:
+            return
+        needed = _ROPE_SCALING.get(scaling.get("rope_type"))
+        kinds = " or ".join(map(repr, _ROPE_SCALING))
+        demand(needed is not None, "model.rope_scaling", scaling, f"of rope_type {kinds}")
+        numbers = {name: scaling.get(name) for name in needed}
+        rule = f"rope_type and positive numbers {', '.join(needed)}, nothing else"
+        positive = all(isinstance(n, int | float) and n > 0 for n in numbers.values())
+        exact = set(scaling) == {"rope_type", *needed}
+        demand(exact and positive, "model.rope_scaling", scaling, rule)
 
 
 @section("mesh.")

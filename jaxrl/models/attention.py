@@ -3,22 +3,50 @@ arrays."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 _CHUNK = 64  # queries
 _MAX_CHUNKS = 8  # chunks are unrolled: more would make the program long
 _MASKED = -1e30  # finite: a row without any visible key must give a number, and gradients too
 
 
-def rope_tables(positions: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
+def rope_tables(
+    positions: jax.Array, head_dim: int, theta: float, scaling: Mapping[str, Any] | None = None
+) -> tuple[jax.Array, jax.Array]:
     """positions [B, T] -> (cos, sin) float32 [B, T, H/2] of the angles position * theta^(-2i/H).
 
-    Su et al. 2021, "RoFormer", eq. 15. Computed once for all layers.
+    Su et al. 2021, "RoFormer", eq. 15. Computed once for all layers. `scaling` is
+    `ModelConfig.rope_scaling`: frequencies are multiplied by `frequency_factors`.
     """
     exponents = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
-    angles = positions[..., None].astype(jnp.float32) * (1.0 / theta**exponents)
+    frequencies = 1.0 / theta**exponents
+    if scaling:
+        frequencies *= frequency_factors(head_dim, theta, scaling)
+    angles = positions[..., None].astype(jnp.float32) * frequencies
     return jnp.cos(angles), jnp.sin(angles)
+
+
+def frequency_factors(head_dim: int, theta: float, scaling: Mapping[str, Any]) -> np.ndarray:
+    """By how much each of the H/2 rotary frequencies is slowed down; float32 [H/2].
+
+    "linear": all by 1/factor (Chen et al. 2023, "Extending context window"). "llama3" (Llama 3.1):
+    those that turn fewer than `low_freq_factor` times within the original length by 1/factor, those
+    that turn more than `high_freq_factor` times not at all, and between them a straight line in the
+    number of turns.
+    """
+    slow = 1.0 / scaling["factor"]
+    if scaling["rope_type"] == "linear":
+        return np.full(head_dim // 2, slow, np.float32)
+    frequencies = theta ** (-np.arange(0, head_dim, 2) / head_dim)
+    turns = scaling["original_max_position_embeddings"] * frequencies / (2 * np.pi)
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    share = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    return (slow + (1.0 - slow) * share).astype(np.float32)
 
 
 def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

@@ -103,6 +103,11 @@ class Attention(nnx.Module):
         # 2 * n_layers outputs add up in the residual stream: each gets its share of the variance.
         out_std = (n * h * 2 * config.n_layers) ** -0.5
         self.out = declare((d, n, h), ("embed", "heads", "head_dim"), std=out_std)
+        if config.qkv_bias:
+            self.query_bias = declare((n, h), ("heads", "head_dim"), std=0.0)
+            self.key_bias = declare((k, h), ("kv_heads", "head_dim"), std=0.0)
+            self.value_bias = declare((k, h), ("kv_heads", "head_dim"), std=0.0)
+        self.qkv_bias = config.qkv_bias
         if config.qk_norm:
             self.query_norm = RMSNorm(h, config.norm_eps, declare)
             self.key_norm = RMSNorm(h, config.norm_eps, declare)
@@ -114,6 +119,12 @@ class Attention(nnx.Module):
         """x [B, T, D] -> (output [B, T, D], the cache (keys, values) with this call's tokens)."""
         pin = context.constrain
         query, key, value = (_heads(x, w[...]) for w in (self.query, self.key, self.value))
+        if self.qkv_bias:
+            biases = (self.query_bias, self.key_bias, self.value_bias)
+            query, key, value = (
+                y + bias[...].astype(x.dtype)
+                for y, bias in zip((query, key, value), biases, strict=True)
+            )
         if self.qk_norm:
             query, key = self.query_norm(query), self.key_norm(key)
         query = pin(ops.apply_rope(query, context.cos, context.sin), _HEADS)

@@ -170,7 +170,7 @@ def forward(
     chex.assert_rank([tokens, positions], 2)
     chex.assert_equal_shape([tokens, positions])
     config = model.config
-    cos, sin = ops.rope_tables(positions, config.head_dim, config.rope_theta)
+    cos, sin = ops.rope_tables(positions, config.head_dim, config.rope_theta, config.rope_scaling)
     constrain = _constrain(mesh, rules, tokens.shape[0])
     if cache is None:
         if attend_length is not None or write_mask is not None:

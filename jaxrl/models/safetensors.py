@@ -38,6 +38,9 @@ _LAYER = {
     "attention/query": "self_attn.q_proj.weight",
     "attention/key": "self_attn.k_proj.weight",
     "attention/value": "self_attn.v_proj.weight",
+    "attention/query_bias": "self_attn.q_proj.bias",
+    "attention/key_bias": "self_attn.k_proj.bias",
+    "attention/value_bias": "self_attn.v_proj.bias",
     "attention/out": "self_attn.o_proj.weight",
     "attention/query_norm/scale": "self_attn.q_norm.weight",
     "attention/key_norm/scale": "self_attn.k_norm.weight",
@@ -195,6 +198,8 @@ def _names(path: tuple, shape: tuple[int, ...], model: Model) -> list[str]:
 
 def _published_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Heads and their width are one dimension there."""
+    if name.endswith(".bias"):
+        return (math.prod(shape),)
     if len(shape) < 3:
         return tuple(shape)
     if name.endswith("o_proj.weight"):

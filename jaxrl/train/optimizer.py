@@ -49,7 +49,7 @@ def adamw(
 ) -> Optimizer:
     """AdamW (Loshchilov & Hutter 2019) on gradients scaled to a norm of at most `grad_clip`.
 
-    `grad_clip` 0 means no clipping. Weights of norms (named "scale") do not decay.
+    `grad_clip` 0 means no clipping. Weights of norms ("scale") and biases ("…_bias") do not decay.
     """
     chain = [optax.clip_by_global_norm(grad_clip)] if grad_clip > 0 else []
     chain.append(
@@ -95,5 +95,5 @@ def _course(name: str, learning_rate: float, steps: int) -> optax.Schedule:
 def _decays(params: Any) -> Any:
     """Tree of bool: True for the weights that weight decay acts on."""
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: path_name(path).rpartition("/")[2] != "scale", params
+        lambda path, leaf: not path_name(path).endswith(("/scale", "_bias")), params
     )

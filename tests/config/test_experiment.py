@@ -111,6 +111,18 @@ def test_fields_numbers_have_a_rule_and_text_says_what_is_accepted():
             lambda: ModelConfig(n_heads=5),
             "model.n_heads=5 must be a multiple of model.n_kv_heads=2",
         ),
+        (
+            lambda: ModelConfig(rope_scaling={"rope_type": "yarn"}),
+            "of rope_type 'linear' or 'llama3'",
+        ),
+        (
+            lambda: ModelConfig(rope_scaling={"rope_type": "linear", "factor": -2}),
+            "rope_type and positive numbers factor, nothing else",
+        ),
+        (
+            lambda: ModelConfig(rope_scaling={"rope_type": "linear", "factor": 2, "beta": 1}),
+            "rope_type and positive numbers factor, nothing else",
+        ),
         (lambda: ModelConfig(head_dim=7), "model.head_dim=7 must be even"),
         (lambda: ModelConfig(dtype="fp32"), "model.dtype='fp32' must be one of 'float32', 'bf"),
         (lambda: MeshConfig(fsdp=-1), "mesh.fsdp=-1 must be a number: mesh.data is -1 already"),

@@ -36,12 +36,12 @@ def run_logprobs():
 def make_model():
     """Function (**changes of the small config) -> (model, params); each variant is built once.
 
-    Norm scales are random, not 1, so that a forgotten or doubled scale shows.
+    Norm scales and biases are random, not 1 and 0, so that a forgotten or doubled one shows.
     """
     made = {}
 
     def make(**changes):
-        key = tuple(sorted(changes.items()))
+        key = str(sorted(changes.items()))
         if key not in made:
             sizes = {
                 "n_layers": 2, "d_model": 32, "n_heads": 4, "n_kv_heads": 2, "head_dim": 8,
@@ -56,7 +56,7 @@ def make_model():
 
 def _random_scales(params):
     def change(path, leaf):
-        if path[-1].key != "scale":
+        if not path[-1].key.endswith(("scale", "_bias")):
             return leaf
         rng = np.random.default_rng(sum(map(ord, jax.tree_util.keystr(path))))
         return jnp.array(leaf + 0.3 * rng.normal(size=leaf.shape), leaf.dtype)

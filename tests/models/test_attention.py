@@ -39,6 +39,33 @@ def test_rope_other_theta_turns_the_slow_pair_only():
     assert np.abs(slow[[1, 3]] - fast[[1, 3]]).min() > 0.1
 
 
+def test_frequency_factors_by_hand():
+    # Frequencies 1 and 1/100: within 800 positions they turn 127.3 and 1.273 times.
+    llama3 = {
+        "rope_type": "llama3",
+        "factor": 5.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 2.0,
+        "original_max_position_embeddings": 800,
+    }
+
+    linear = ops.frequency_factors(4, 1e4, {"rope_type": "linear", "factor": 4.0})
+    np.testing.assert_array_equal(linear, np.float32([0.25, 0.25]))
+    # 27.3% of the way from 1/5 to 1.
+    np.testing.assert_allclose(
+        ops.frequency_factors(4, 1e4, llama3), [1.0, 0.2 + 0.8 * 0.27324], rtol=0, atol=1e-5
+    )
+    slow = {**llama3, "low_freq_factor": 1.3}
+    np.testing.assert_allclose(ops.frequency_factors(4, 1e4, slow), [1.0, 0.2], rtol=0, atol=1e-6)
+
+
+def test_rope_linear_scaling_is_a_slower_position():
+    scaled = ops.rope_tables(jnp.array([[12]]), 8, 1e4, {"rope_type": "linear", "factor": 4.0})
+
+    for have, want in zip(scaled, ops.rope_tables(jnp.array([[3]]), 8, 1e4), strict=True):
+        np.testing.assert_allclose(have, want, rtol=0, atol=1e-6)
+
+
 def test_rope_dot_product_depends_on_the_distance_only():
     rng = np.random.default_rng(0)
     query, key = rng.normal(size=(2, 8))

@@ -33,6 +33,10 @@ def _attention(x, weights, positions, config):
         query = x @ weights["query"][head].T
         key = x @ weights["key"][head // repeat].T
         value = x @ weights["value"][head // repeat].T
+        if config.qkv_bias:
+            query = query + weights["query_bias"][head]
+            key = key + weights["key_bias"][head // repeat]
+            value = value + weights["value_bias"][head // repeat]
         if config.qk_norm:
             query = _rms_norm(query, weights["query_norm"]["scale"], config.norm_eps)
             key = _rms_norm(key, weights["key_norm"]["scale"], config.norm_eps)
@@ -71,6 +75,7 @@ def _reference_logits(params, config, tokens, positions):
 
 VARIANTS = {
     "plain": {},
+    "qkv_bias": {"qkv_bias": True},
     "qk_norm": {"qk_norm": True},
     "untied": {"tie_embeddings": False},
     "theta": {"rope_theta": 50.0},

@@ -20,6 +20,16 @@ from jaxrl.sharding import make_mesh
 VARIANTS = {
     "tied": {},
     "qk_norm": {"qk_norm": True, "tie_embeddings": False},
+    "qkv_bias": {"qkv_bias": True},
+    "llama3": {
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        }
+    },
     "bfloat16": {"param_dtype": "bfloat16"},
 }
 
@@ -182,10 +192,14 @@ def test_save_into_a_file_is_output_error(make_model, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type='gpt2' must be one of: llama, qwen3"),
+        ({"model_type": "gpt2"}, "model_type='gpt2' must be one of: llama, qwen2, qwen3"),
         ({"attention_bias": True}, "attention_bias=True must be False"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' must be 'silu'"),
-        ({"rope_scaling": {"rope_type": "llama3"}}, "rope_type='llama3' must be 'default'"),
+        (
+            {"rope_scaling": {"rope_type": "yarn"}},
+            "rope_type='yarn' must be 'default', 'linear' or",
+        ),
+        ({"rope_scaling": {"type": "llama3"}}, "positive numbers factor, low_freq_factor"),
         ({"hidden_size": None}, "has no hidden_size"),
         ({"num_attention_heads": 3}, "model.n_heads=3 must be a multiple"),
     ],

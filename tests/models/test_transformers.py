@@ -17,9 +17,27 @@ SIZES = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64, "max_position_embeddings": 64,
 }  # fmt: skip
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 FAMILIES = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", {"rope_theta": 5e4, "rms_norm_eps": 1e-5}),
     "llama_tied": ("LlamaConfig", "LlamaForCausalLM", {"tie_word_embeddings": True}),
+    "llama3": (
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        # Short enough that all three kinds of frequencies occur.
+        {"rope_theta": 1e4, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
+    ),
+    "linear": (
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+    ),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {"rope_theta": 1e6}),
 }
 TOKENS = np.random.default_rng(0).integers(0, 64, (2, 17)).astype(np.int32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -56,12 +57,14 @@ def test_adamw_clips_to_global_norm():
 
 
 def test_adamw_decays_matrices_but_not_norms():
-    params = {"norm": {"scale": jnp.ones(2)}, "kernel": jnp.ones(2)}
-    grads = {"norm": {"scale": jnp.zeros(2)}, "kernel": jnp.zeros(2)}
+    norm = {"scale": jnp.ones(2), "key_bias": jnp.ones(2)}
+    params = {"norm": norm, "kernel": jnp.ones(2)}
+    grads = jax.tree.map(jnp.zeros_like, params)
 
     got = apply(adamw(optax.constant_schedule(0.5), weight_decay=0.1), params, [grads])
 
     np.testing.assert_allclose(got["norm"]["scale"], [1.0, 1.0], rtol=0, atol=0)
+    np.testing.assert_allclose(got["norm"]["key_bias"], [1.0, 1.0], rtol=0, atol=0)
     np.testing.assert_allclose(got["kernel"], [0.95, 0.95], rtol=1e-6, atol=0)
 
 
