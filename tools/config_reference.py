@@ -42,8 +42,9 @@ FIELDS = """\
 ## Fields of the configuration
 
 Each can be set on the command line of every command: over the config file (`train`), or over the
-run's `config.json` (`eval`, `generate`). Tiers: *required* fields have no default, *common* ones
-many runs set, *rare* ones few. [configuration.md](configuration.md) says how they work together.
+run's `config.json` (`eval`, `generate`, `convert`). Tiers: *required* fields have no default,
+*common* ones many runs set, *rare* ones few. [configuration.md](configuration.md) says how they
+work together.
 """
 
 

@@ -68,6 +68,17 @@ class GenerateOptions:
             raise ConfigError(f"--n={self.n} must be 1 when sampling is greedy: set --temperature")
 
 
+@section("--")
+class ConvertOptions:
+    """Flags of `jaxrl convert`."""
+
+    run: str = required("output folder of a run")
+    to: str = required("folder to write, which must not hold a model yet", rules.non_empty())
+    version: int = common(
+        -1, "weight version to convert", rules.at_least(-1, "-1: the newest published one")
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Command:
     """One command: `module.run` does it, `positional` is the option given without a flag."""
@@ -105,6 +116,13 @@ COMMANDS: dict[str, Command] = {
             GenerateOptions,
             positional="prompt",
         ),
+        Command(
+            "convert",
+            "Write a published weight version of a run as a Hugging Face folder.",
+            "jaxrl convert --run=DIR --to=FOLDER [--version=N]",
+            "jaxrl.cli.convert",
+            ConvertOptions,
+        ),
     )
 }
 
@@ -114,8 +132,8 @@ class Arguments:
     """A parsed command line.
 
     `options` is the record of the command's own flags (`TrainOptions`, `EvalOptions`,
-    `GenerateOptions`), `config` the validated config with `overrides` (path -> text) applied:
-    that of the config file, or of the run's config.json.
+    `GenerateOptions`, `ConvertOptions`), `config` the validated config with `overrides` (path ->
+    text) applied: that of the config file, or of the run's config.json.
     """
 
     command: str

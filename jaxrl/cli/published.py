@@ -11,12 +11,13 @@ from jaxrl.observe.logger import setup_logging
 from jaxrl.orchestration.run_dir import RunDir
 from jaxrl.orchestration.samplers import make_driver
 from jaxrl.orchestration.session import Parts, enable_compilation_cache
+from jaxrl.types import WeightVersion
 from jaxrl.weights.store import WeightStore
 
 
-@contextmanager
-def serve_published(args: Any) -> Iterator[tuple[Driver, Parts]]:
-    """A driver for `args.options.version` (-1: the newest) of `args.options.run`, verified.
+def load_published(args: Any) -> tuple[Parts, Any, WeightVersion]:
+    """Parts of the run `args.options.run`, and its version `args.options.version` (-1: the newest),
+    verified.
 
     Raises `CheckpointError` if the run has published no such version.
     """
@@ -26,6 +27,13 @@ def serve_published(args: Any) -> Iterator[tuple[Driver, Parts]]:
     store = WeightStore(RunDir(args.options.run).weights, read_only=True)
     wanted = None if args.options.version < 0 else args.options.version
     params, version = store.restore(wanted, parts.model.abstract, parts.model.shardings(parts.mesh))
+    return parts, params, version
+
+
+@contextmanager
+def serve_published(args: Any) -> Iterator[tuple[Driver, Parts]]:
+    """A driver for the version that `load_published` finds."""
+    parts, params, version = load_published(args)
     # Whoever asks by hand may ask for more than training needed: as much as the model takes.
     driver = make_driver(parts, params, version, max_length=parts.model.config.max_length)
     try:

@@ -80,6 +80,34 @@ def test_train_then_eval_and_generate_work_on_what_the_run_left(jaxrl, workdir):
     assert "v5:" in generated.stderr
 
 
+def test_convert_writes_a_folder_that_a_new_run_starts_from(jaxrl, workdir):
+    assert jaxrl("train", "--config=config.py").returncode == 0
+
+    converted = jaxrl("convert", "--run=run", "--to=published")
+    again = jaxrl("convert", "--run=run", "--to=published")
+    started = jaxrl(
+        "train",
+        "--config=config.py",
+        "--config.model.weights=published",
+        "--config.data.tokenizer=published",
+        "--config.sft.steps=0",
+        "--config.train.steps=1",
+        "--config.output_dir=second",
+    )
+
+    assert (converted.returncode, converted.stdout) == (0, "published\n"), converted.stderr
+    assert "v5:" in converted.stderr
+    assert again.returncode == 1
+    assert "published already holds config.json; choose another --to" in again.stderr
+    assert started.returncode == 0, started.stderr
+    # Version 0 of the new run is version 5 of the old one.
+    digests = [
+        json.loads((workdir / path / "stamp" / "metadata").read_text())["digest"]
+        for path in ("run/weights/5", "second/weights/0")
+    ]
+    assert digests[0] == digests[1]
+
+
 @pytest.mark.parametrize(
     ("signum", "code"),
     [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)],
