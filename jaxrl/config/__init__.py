@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from jaxrl.config.experiment import ExperimentConfig
     from jaxrl.config.files import load_config_file
     from jaxrl.config.overrides import apply_overrides
+    from jaxrl.config.presets import PRESETS, preset
     from jaxrl.config.published import published_model
     from jaxrl.config.sections import (
         AlgorithmConfig,
@@ -40,6 +41,8 @@ _HOME = {
     "TrainConfig": "sections",
     "load_config_file": "files",
     "apply_overrides": "overrides",
+    "PRESETS": "presets",
+    "preset": "presets",
     "published_model": "published",
     "from_json": "serialize",
     "load_config": "serialize",
@@ -48,6 +51,7 @@ _HOME = {
 }
 
 __all__ = [
+    "PRESETS",
     "AlgorithmConfig",
     "CheckpointConfig",
     "DataConfig",
@@ -64,6 +68,7 @@ __all__ = [
     "from_json",
     "load_config",
     "load_config_file",
+    "preset",
     "published_model",
     "save_config",
     "to_json",
