@@ -180,7 +180,7 @@ def _part(
 ) -> np.ndarray:
     """The part `index` of a weight; one tensor is in memory at a time."""
     if len(names) == 1:
-        return read(names[0]).reshape(like.shape)[index].astype(like.dtype)
+        return read(names[0]).reshape(like.shape)[index].astype(like.dtype, copy=False)
     layers = names[index[0]]
     parts = (read(name).reshape(like.shape[1:])[index[1:]].astype(like.dtype) for name in layers)
     return np.stack(list(parts))
