@@ -5,9 +5,10 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from jaxrl.config import published_model
-from jaxrl.models.model import build_model, forward, unembed
+from jaxrl.models.model import build_model, forward, sequence_logprobs, unembed
 from jaxrl.models.safetensors import load_params, save_params
 
 torch = pytest.importorskip("torch", reason="the comparison needs torch and transformers")
@@ -93,3 +94,32 @@ def test_transformers_loads_what_was_saved_and_gives_the_same_logits(name, tmp_p
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
     assert type(again) is type(theirs)
     np.testing.assert_array_equal(_logits_of(again), _logits_of(theirs))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_log_probabilities_and_gradients_equal_those_of_transformers(name, tmp_path):
+    theirs = _theirs(name)
+    theirs.save_pretrained(tmp_path / "theirs")
+    model = build_model(published_model(tmp_path / "theirs"))
+    params = load_params(tmp_path / "theirs", model)
+    positions = np.broadcast_to(np.arange(TOKENS.shape[1], dtype=np.int32), TOKENS.shape)
+
+    def loss(params):
+        logp, _ = sequence_logprobs(model, params, TOKENS, positions, None)
+        return -logp[:, 1:].mean(), logp
+
+    grads, logp = jax.jit(jax.grad(loss, has_aux=True))(params)
+    # An export gives the gradients the names that the other side uses.
+    save_params(tmp_path / "grads", model, grads)
+    ours = load_file(tmp_path / "grads" / "model.safetensors")
+
+    tokens = torch.tensor(TOKENS, dtype=torch.long)
+    wanted = torch.log_softmax(theirs(tokens).logits[:, :-1], -1)
+    wanted = wanted.gather(-1, tokens[:, 1:, None])[..., 0]
+    (-wanted.mean()).backward()
+    np.testing.assert_allclose(logp[:, 1:], wanted.detach().numpy(), rtol=0, atol=2e-4)
+    named = dict(theirs.named_parameters())
+    assert set(ours) == set(named)
+    for weight, grad in ours.items():
+        want = named[weight].grad.numpy()
+        np.testing.assert_allclose(grad, want, rtol=0, atol=1e-3 * np.abs(want).max() + 1e-7)
