@@ -104,6 +104,7 @@ def save_params(folder: str | os.PathLike[str], model: Model, params: Params) ->
     try:
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, half_written, metadata={"format": "pt"})
+        half_written.chmod(0o644)  # the library writes for the owner alone
         os.replace(half_written, folder / _SINGLE)
         record = json.dumps(published_record(model.config), indent=2)
         (folder / "config.json").write_text(record + "\n", encoding="utf-8")

@@ -66,6 +66,7 @@ def test_save_then_load_gives_the_same_weights_and_config(saved, changes):
 
     assert config == dataclasses.replace(model.config, weights=str(folder))
     _assert_equal(load_params(folder, build_model(config)), params)
+    assert (folder / "model.safetensors").stat().st_mode & 0o777 == 0o644
 
 
 def test_load_onto_a_mesh_places_every_weight(saved):
