@@ -60,6 +60,8 @@ def published_model(folder: str | os.PathLike[str], **changes: Any) -> ModelConf
     for key, allowed in _ONLY.items():
         if (value := record.get(key, allowed[-1])) not in allowed:
             raise ConfigError(f"{path}: {key}={value!r} must be {allowed[0]!r}")
+    # null stands for "as usual", like an absent key.
+    record = {key: value for key, value in record.items() if value is not None}
     theta, scaling = _rope(record, path)
     record = {**_defaults(record, path), **record, "rope_theta": theta}
     fields = {ours: record[theirs] for theirs, ours in _NAMES.items()} | {"rope_scaling": scaling}
@@ -103,18 +105,27 @@ def _defaults(record: Mapping[str, Any], path: Path) -> dict[str, Any]:
     optional = {"num_key_value_heads", "head_dim", "rope_theta", "tie_word_embeddings"}
     if missing := sorted(set(_NAMES) - optional - set(record)):
         raise ConfigError(f"{path}: has no {', '.join(missing)}")
-    heads = record["num_attention_heads"]
+    heads, width = record["num_attention_heads"], record["hidden_size"]
+    for key, value in (("num_attention_heads", heads), ("hidden_size", width)):
+        if type(value) is not int or value < 1:
+            raise ConfigError(f"{path}: {key}={value!r} must be a positive integer")
     return {
         "num_key_value_heads": heads,
-        "head_dim": record["hidden_size"] // heads,
+        "head_dim": width // heads,
         "tie_word_embeddings": False,
     }
 
 
 def _rope(record: Mapping[str, Any], path: Path) -> tuple[float, dict[str, Any]]:
     """Base and scaling of the rotary positions, in the spelling of transformers 4 or 5."""
-    rope = dict(record.get("rope_parameters") or record.get("rope_scaling") or {})
-    theta = float(rope.pop("rope_theta", record.get("rope_theta", 10000.0)))
+    rope = record.get("rope_parameters") or record.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        raise ConfigError(f"{path}: rope_parameters={rope!r} must be an object")
+    rope = dict(rope)
+    theta = rope.pop("rope_theta", record.get("rope_theta", 10000.0))
+    if isinstance(theta, bool) or not isinstance(theta, int | float):
+        raise ConfigError(f"{path}: rope_theta={theta!r} must be a number")
+    theta = float(theta)
     # Files of older versions say `type`; some say both.
     old_kind = rope.pop("type", "default")
     kind = rope.pop("rope_type", old_kind)
