@@ -3,7 +3,7 @@
 `python benchmarks/compare_tunix.py --peer-python PATH [--rounds N]`. PATH is the interpreter of an
 environment of its own with `google-tunix==0.1.7` in it (Python 3.12):
 
-    python3.12 -m venv /tmp/tunix && /tmp/tunix/bin/pip install google-tunix==0.1.7
+    python3.12 -m venv .venv-tunix && .venv-tunix/bin/pip install google-tunix==0.1.7
 
 Rounds alternate because the speed of a shared machine drifts; a ratio is the median over rounds.
 """
