@@ -153,4 +153,3 @@ class Sampler(Protocol):
 
     async def sample(self, tokens: np.ndarray, params: SamplingParams) -> Completion:
         """tokens int32 [P] -> the completion. Raises `RequestError`, `DriverError`."""
-        ...

@@ -18,11 +18,9 @@ class Writer(Protocol):
 
     def write(self, step: int, values: Mapping[str, float], wall_time: float) -> None:
         """`wall_time` is in seconds since the epoch, when the step was logged."""
-        ...
 
     def close(self) -> None:
         """Bring everything to its destination."""
-        ...
 
 
 class Tracker:

@@ -31,7 +31,8 @@ _CANCEL_GRACE_S = 2.0
 class Prompts(Protocol):
     """Anything indexable; `IndexError` says that there are no more."""
 
-    def __getitem__(self, index: int) -> Prompt: ...
+    def __getitem__(self, index: int) -> Prompt:
+        """The prompt at `index` >= 0."""
 
 
 class Collector:

@@ -23,7 +23,6 @@ class ScorePool(Protocol):
 
     async def score(self, completion: Completion, reference: Mapping[str, Any]) -> ScoreResult:
         """The reward, or how scoring failed."""
-        ...
 
 
 class SingleTurn:

@@ -31,7 +31,6 @@ class Workflow(Protocol):
 
     async def run(self, sampler: Sampler, prompt: Prompt) -> Trajectory | Rejected:
         """Play one episode. The collector fills in sample id, group id and prompt index."""
-        ...
 
 
 class LostRequestError(DriverError):

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import threading
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from jaxrl.rollout.collector import Collector
+from jaxrl.rollout.single_turn import SingleTurn
 from jaxrl.rollout.staleness import StalenessController
 from jaxrl.types import (
     NO_VERSION,
@@ -141,10 +143,7 @@ def make_group(
 def fakes():
     """The names of this file, for tests that import it under `--import-mode=importlib`."""
 
-    class Names:
-        pass
-
-    for value in (
+    names = (
         make_prompt,
         make_trajectory,
         make_group,
@@ -153,11 +152,14 @@ def fakes():
         ScriptedPool,
         Score,
         Journal,
-    ):
-        setattr(
-            Names, value.__name__, staticmethod(value) if not isinstance(value, type) else value
-        )
-    return Names
+    )
+    return types.SimpleNamespace(**{value.__name__: value for value in names})
+
+
+@pytest.fixture
+def single_turn():
+    """The workflow of one completion, with a scripted pool."""
+    return SingleTurn(ScriptedPool(), max_new_tokens=8)
 
 
 @pytest.fixture

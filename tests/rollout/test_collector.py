@@ -11,38 +11,17 @@ import time
 
 import numpy as np
 import pytest
+from rollout.collector_helpers import LONG, indices, wait_until
 
 from jaxrl.errors import (
     ConfigError,
     DataError,
     DeadlineError,
     OutputError,
-    RewardError,
     RolloutError,
     StaleDataError,
 )
-from jaxrl.rollout.single_turn import SingleTurn
-from jaxrl.rollout.workflow import TrajectoryBuilder, derive_seed
-from jaxrl.types import Rejected, SamplingParams
-
-LONG = 30.0
-"""Deadline of waits that end by themselves."""
-
-
-def _wait_until(condition, what: str) -> None:
-    end = time.monotonic() + LONG
-    while not condition():
-        assert time.monotonic() < end, f"never came: {what}"
-        time.sleep(0.002)
-
-
-def _indices(groups) -> list[int]:
-    return [group.prompt_index for group in groups]
-
-
-@pytest.fixture
-def single_turn(fakes):
-    return SingleTurn(fakes.ScriptedPool(), max_new_tokens=8)
+from jaxrl.rollout.workflow import derive_seed
 
 
 def test_next_batch_whole_groups_in_prompt_order_with_identities(fakes, collecting, single_turn):
@@ -50,7 +29,7 @@ def test_next_batch_whole_groups_in_prompt_order_with_identities(fakes, collecti
 
     groups = collector.next_batch(0, 2, LONG)
 
-    assert _indices(groups) == [0, 1]
+    assert indices(groups) == [0, 1]
     for group in groups:
         assert group.group_id == f"train/e0/{group.prompt_index:05d}"
         members = group.trajectories
@@ -97,7 +76,7 @@ def test_eta_zero_dispatches_nothing_before_the_update(fakes, collecting, single
         groups = collector.next_batch(version, 2, LONG)
         time.sleep(0.02)
         assert len(journal.of("dispatched")) == 2 * (version + 1)
-        assert _indices(groups) == [2 * version, 2 * version + 1]
+        assert indices(groups) == [2 * version, 2 * version + 1]
         assert {v for g in groups for t in g.trajectories for v in t.versions[3:]} == {version}
         sampler.version = version + 1
         collector.set_version(version + 1)
@@ -114,12 +93,12 @@ def test_eta_two_runs_ahead_and_never_trains_on_older_tokens(fakes, collecting, 
 
     sampler.before = before
     collector = collecting(sampler, single_turn, max_staleness=2, ledger=journal)
-    _wait_until(lambda: len(journal.of("accepted")) == 6, "three batches ahead")
+    wait_until(lambda: len(journal.of("accepted")) == 6, "three batches ahead")
     seen = []
 
     for version in range(8):
         groups = collector.next_batch(version, 2, LONG)
-        seen += _indices(groups)
+        seen += indices(groups)
         versions = np.concatenate([t.versions[3:] for g in groups for t in g.trajectories])
         assert versions.min() >= version - 2
         assert versions.max() <= version
@@ -135,7 +114,7 @@ def test_next_batch_group_aged_in_the_queue_is_dropped_and_sampled_anew(
     # Report 3: finished episodes age in the queue and are trained on anyway.
     sampler, journal = fakes.ScriptedSampler(), fakes.Journal()
     collector = collecting(sampler, single_turn, max_staleness=1, ledger=journal)
-    _wait_until(lambda: len(journal.of("accepted")) == 4, "two batches at version 0")
+    wait_until(lambda: len(journal.of("accepted")) == 4, "two batches at version 0")
     sampler.version = 2
     collector.set_version(2)
 
@@ -146,12 +125,12 @@ def test_next_batch_group_aged_in_the_queue_is_dropped_and_sampled_anew(
     assert sorted(e["prompt_index"] for e in dropped) == [0, 1, 2, 3]
     assert {(e["version"], e["oldest_version"]) for e in dropped} == {(2, 0)}
     assert collector.metrics()["rollout/dropped_stale"] == 4
-    _wait_until(
+    wait_until(
         lambda: {e["prompt_index"] for e in journal.of("dispatched")[4:]} >= {0, 1, 2, 3},
         "the dropped prompts to be dispatched again",
     )
     # Dropped work is given back to admission: 16 trajectories may be alive at version 2.
-    _wait_until(lambda: len(journal.of("dispatched")) == 4 + 16 // 2, "a full pipeline again")
+    wait_until(lambda: len(journal.of("dispatched")) == 4 + 16 // 2, "a full pipeline again")
 
 
 def test_next_batch_takes_the_oldest_tokens_and_orders_by_prompt(fakes, collecting, single_turn):
@@ -164,9 +143,9 @@ def test_next_batch_takes_the_oldest_tokens_and_orders_by_prompt(fakes, collecti
     collector = collecting(
         Stamping(), single_turn, max_staleness=1, start_version=1, ledger=journal
     )
-    _wait_until(lambda: len(journal.of("accepted")) == 4, "two batches")
+    wait_until(lambda: len(journal.of("accepted")) == 4, "two batches")
 
-    assert _indices(collector.next_batch(1, 2, LONG)) == [0, 2]
+    assert indices(collector.next_batch(1, 2, LONG)) == [0, 2]
 
 
 def test_next_batch_token_from_the_future_is_stale_data_error(fakes, collecting, single_turn):
@@ -176,215 +155,6 @@ def test_next_batch_token_from_the_future_is_stale_data_error(fakes, collecting,
 
     with pytest.raises(StaleDataError, match=r"train/e0/0000\d/0 holds a token of version 1"):
         collector.next_batch(0, 2, LONG)
-
-
-def test_rejected_member_rejects_its_group_and_another_prompt_is_drawn(fakes, collecting):
-    journal = fakes.Journal()
-
-    def rule(completion, reference):
-        return (
-            fakes.Score(None, "timeout", "slow") if reference["answer"] == "1" else fakes.Score(1.0)
-        )
-
-    workflow = SingleTurn(fakes.ScriptedPool(rule), max_new_tokens=8)
-    collector = collecting(fakes.ScriptedSampler(), workflow, ledger=journal)
-
-    groups = collector.next_batch(0, 2, LONG)
-
-    assert _indices(groups) == [0, 2]
-    (event,) = journal.of("rejected")
-    assert (event["prompt_index"], event["reason"], event["detail"]) == (
-        1,
-        "reward_timeout",
-        "slow",
-    )
-    metrics = collector.metrics()
-    assert metrics["rollout/rejected"] == metrics["rollout/rejected/reward_timeout"] == 1
-    assert collector.frontier() == {"next": 3, "beyond": []}
-
-
-def test_rejection_cancels_the_rest_of_the_group(fakes, collecting):
-    sampler = fakes.ScriptedSampler()
-
-    class RejectFirst:
-        async def run(self, sampler, prompt):
-            if prompt.index == 0 and sampler.sample_id.endswith("/0"):
-                return Rejected("", "", "unwanted")
-            if prompt.index == 0:
-                await sampler.sample(prompt.tokens, SamplingParams(4))
-            builder = TrajectoryBuilder(prompt)
-            builder.add_completion(await sampler.sample(prompt.tokens, SamplingParams(4)))
-            return builder.build(1.0)
-
-    async def before(tokens, params):
-        if tokens[2] == 0:
-            await asyncio.sleep(60)
-
-    sampler.before = before
-    collector = collecting(sampler, RejectFirst())
-
-    assert _indices(collector.next_batch(0, 2, LONG)) == [1, 2]
-    _wait_until(lambda: sampler.cancelled == 1, "the cancellation of the second sample")
-
-
-def test_reward_error_fails_next_batch_with_sample_id_and_cause(fakes, collecting):
-    pool = fakes.ScriptedPool(lambda *_: fakes.Score(None, "error", "KeyError: 'answer'"))
-    collector = collecting(fakes.ScriptedSampler(), SingleTurn(pool, max_new_tokens=8))
-
-    for _ in range(2):
-        with pytest.raises(RewardError, match=r"episode train/e0/0000\d/\d: .*KeyError: 'answer'"):
-            collector.next_batch(0, 2, LONG)
-
-
-def test_workflow_exception_fails_next_batch_with_sample_id_and_cause(fakes, collecting):
-    class Broken:
-        async def run(self, sampler, prompt):
-            raise ZeroDivisionError("one over nothing")
-
-    collector = collecting(fakes.ScriptedSampler(), Broken())
-
-    with pytest.raises(
-        RolloutError, match=r"episode train/e0/0000\d/\d: .*ZeroDivisionError: one over nothing"
-    ) as raised:
-        collector.next_batch(0, 2, LONG)
-    assert isinstance(raised.value.__cause__, ZeroDivisionError)
-
-
-@pytest.mark.parametrize("result", [None, 3.0])
-def test_workflow_returning_something_else_is_named(fakes, collecting, result):
-    class Wrong:
-        async def run(self, sampler, prompt):
-            return result
-
-    collector = collecting(fakes.ScriptedSampler(), Wrong())
-
-    with pytest.raises(RolloutError, match=rf"returned {type(result).__name__}"):
-        collector.next_batch(0, 2, LONG)
-
-
-def test_workflow_that_calls_exit_fails_next_batch(fakes, collecting):
-    class Exiting:
-        async def run(self, sampler, prompt):
-            raise SystemExit(3)
-
-    collector = collecting(fakes.ScriptedSampler(), Exiting())
-
-    with pytest.raises(RolloutError, match=r"SystemExit\(3\)"):
-        collector.next_batch(0, 2, LONG)
-
-
-def test_lost_request_is_dispatched_again_with_the_same_seed(fakes, collecting, single_turn):
-    # Report 8: one lost request blocks the whole loop.
-    sampler, journal = fakes.ScriptedSampler(), fakes.Journal()
-    lost = derive_seed(0, "train/e0/00001/0", 0)
-    calls = collections.Counter()
-
-    async def before(tokens, params):
-        calls[params.seed] += 1
-        if params.seed == lost and calls[lost] <= 2:
-            await asyncio.sleep(60)
-
-    sampler.before = before
-    collector = collecting(sampler, single_turn, episode_timeout_s=0.05, ledger=journal)
-
-    groups = collector.next_batch(0, 2, LONG)
-
-    assert _indices(groups) == [0, 1]
-    assert calls[lost] == 3
-    assert sampler.cancelled >= 2
-    again = [e for e in journal.of("dispatched") if e.get("sample_ids") == ["train/e0/00001/0"]]
-    assert [(e["attempt"], e["after"]) for e in again] == [
-        (1, "no outcome within 0.05 s"),
-        (2, "no outcome within 0.05 s"),
-    ]
-
-
-def test_lost_request_retries_are_bounded_and_the_error_names_the_episode(
-    fakes, collecting, single_turn
-):
-    sampler = fakes.ScriptedSampler()
-
-    async def before(tokens, params):
-        if tokens[2] == 1:
-            raise asyncio.CancelledError
-
-    sampler.before = before
-    collector = collecting(sampler, single_turn, max_retries=1)
-
-    with pytest.raises(DeadlineError, match=r"train/e0/00001/\d was lost 2 times.*was cancelled"):
-        collector.next_batch(0, 2, LONG)
-
-
-def test_episode_that_refuses_cancellation_does_not_hang_retry_or_close(fakes, collecting):
-    class Stubborn:
-        def __init__(self):
-            self.attempts = collections.Counter()
-            self.give_up = asyncio.Event()
-
-        async def run(self, sampler, prompt):
-            self.attempts[sampler.sample_id] += 1
-            while self.attempts[sampler.sample_id] == 1 and not self.give_up.is_set():
-                try:
-                    await self.give_up.wait()
-                except asyncio.CancelledError:
-                    continue
-            builder = TrajectoryBuilder(prompt)
-            builder.add_completion(await sampler.sample(prompt.tokens, SamplingParams(4)))
-            return builder.build(1.0)
-
-    workflow = Stubborn()
-    collector = collecting(fakes.ScriptedSampler(), workflow, episode_timeout_s=0.05)
-
-    assert _indices(collector.next_batch(0, 2, LONG)) == [0, 1]
-    collector._loop.call_soon_threadsafe(workflow.give_up.set)
-
-
-def test_next_batch_deadline_names_outstanding_samples_and_their_age(
-    fakes, collecting, single_turn
-):
-    sampler = fakes.ScriptedSampler()
-
-    async def before(tokens, params):
-        if tokens[2] == 1:
-            await asyncio.sleep(60)
-
-    sampler.before = before
-    collector = collecting(sampler, single_turn)
-
-    with pytest.raises(
-        DeadlineError,
-        match=r"waited 0.2 s for 2 groups to train version 0: 1 ready; outstanding: "
-        r"train/e0/00001/\d for 0\.\d s, train/e0/00001/\d for",
-    ):
-        collector.next_batch(0, 2, 0.2)
-
-
-def test_next_batch_deadline_holds_while_a_workflow_blocks_the_loop(fakes, collecting):
-    release = threading.Event()
-
-    class Blocking:
-        async def run(self, sampler, prompt):
-            release.wait(LONG)  # what a workflow must not do
-            return Rejected("", "", "late")
-
-    collector = collecting(fakes.ScriptedSampler(), Blocking())
-    try:
-        with pytest.raises(DeadlineError, match="outstanding: train/e0/00000/0"):
-            collector.next_batch(0, 2, 0.1)
-    finally:
-        release.set()
-
-
-def test_endless_rejection_ends_at_the_deadline_with_the_reasons(fakes, collecting):
-    class Refusing:
-        async def run(self, sampler, prompt):
-            await asyncio.sleep(0.001)
-            return Rejected("", "", "too_easy")
-
-    collector = collecting(fakes.ScriptedSampler(), Refusing())
-
-    with pytest.raises(DeadlineError, match=r"rejected so far: \{'too_easy': \d+\}"):
-        collector.next_batch(0, 2, 0.2)
 
 
 def test_restart_from_frontier_dispatches_exactly_the_unconsumed(fakes, collecting, single_turn):
@@ -399,8 +169,8 @@ def test_restart_from_frontier_dispatches_exactly_the_unconsumed(fakes, collecti
 
     sampler.before = before
     first = collecting(sampler, single_turn, max_staleness=3, ledger=journal)
-    _wait_until(lambda: len(journal.of("accepted")) >= 6, "what is not slow")
-    consumed = _indices(first.next_batch(0, 2, LONG))
+    wait_until(lambda: len(journal.of("accepted")) >= 6, "what is not slow")
+    consumed = indices(first.next_batch(0, 2, LONG))
     state = json.loads(json.dumps(first.frontier()))
     first.close()
 
@@ -410,7 +180,7 @@ def test_restart_from_frontier_dispatches_exactly_the_unconsumed(fakes, collecti
         fakes.ScriptedSampler(), single_turn, max_staleness=3, frontier=state, ledger=journal
     )
     for version in range(3):
-        consumed += _indices(second.next_batch(version, 2, LONG))
+        consumed += indices(second.next_batch(version, 2, LONG))
         second.set_version(version + 1)
 
     assert consumed[:2] == [0, 2]
@@ -438,7 +208,7 @@ def test_resume_at_version_n_admits_no_burst(fakes, collecting, single_turn):
     collector = collecting(sampler, single_turn, max_staleness=1, start_version=50, ledger=journal)
 
     collector.next_batch(50, 2, LONG)
-    _wait_until(lambda: len(journal.of("accepted")) == 4, "two batches")
+    wait_until(lambda: len(journal.of("accepted")) == 4, "two batches")
     time.sleep(0.02)
 
     assert len(journal.of("dispatched")) == 4
@@ -456,7 +226,7 @@ def test_pause_stops_dispatch_until_resume(fakes, collecting, single_turn):
     collector.resume()
 
     # The sampler of this test still stamps version 0, which version 1 does not take.
-    _wait_until(lambda: len(journal.of("dispatched")) >= 4, "dispatch after resume")
+    wait_until(lambda: len(journal.of("dispatched")) >= 4, "dispatch after resume")
 
 
 def test_close_with_running_episodes_cancels_them_and_ends_the_thread(
@@ -469,7 +239,7 @@ def test_close_with_running_episodes_cancels_them_and_ends_the_thread(
 
     sampler.before = before
     collector = collecting(sampler, single_turn)
-    _wait_until(lambda: len(sampler.requests) == 4, "all requests")
+    wait_until(lambda: len(sampler.requests) == 4, "all requests")
 
     collector.close()
     collector.close()
@@ -498,7 +268,7 @@ def test_close_wakes_a_waiting_next_batch(fakes, collecting, single_turn):
 
     waiter = threading.Thread(target=wait)
     waiter.start()
-    _wait_until(lambda: len(sampler.requests) == 4, "all requests")
+    wait_until(lambda: len(sampler.requests) == 4, "all requests")
     collector.close()
     waiter.join(LONG)
 
@@ -511,7 +281,7 @@ def test_prompts_that_end_are_an_error_only_when_a_batch_cannot_be_filled(
     prompts = [fakes.make_prompt(i) for i in range(3)]
     collector = collecting(fakes.ScriptedSampler(), single_turn, prompts=prompts)
 
-    assert _indices(collector.next_batch(0, 2, LONG)) == [0, 1]
+    assert indices(collector.next_batch(0, 2, LONG)) == [0, 1]
     collector.set_version(1)
     with pytest.raises(DataError, match="the prompts ended"):
         collector.next_batch(1, 2, LONG)
@@ -580,7 +350,7 @@ def test_ledger_events_of_a_group_come_in_order(fakes, collecting, single_turn):
 def test_metrics_count_groups_and_staleness(fakes, collecting, single_turn):
     sampler, journal = fakes.ScriptedSampler(), fakes.Journal()
     collector = collecting(sampler, single_turn, max_staleness=1, ledger=journal)
-    _wait_until(lambda: len(journal.of("accepted")) == 4, "two batches")
+    wait_until(lambda: len(journal.of("accepted")) == 4, "two batches")
     collector.next_batch(0, 2, LONG)
     collector.pause()
     collector.set_version(1)
