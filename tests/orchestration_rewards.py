@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 
 
@@ -27,3 +28,13 @@ def hangs_on_a(completion, reference):
     while reference["answer"].endswith("a"):
         time.sleep(1)
     return share(completion, reference)
+
+
+_calls = itertools.count()
+
+
+def fails_in_training(completion, reference):
+    """Scores the eight prompts of the first evaluation, then raises."""
+    if next(_calls) >= 8:
+        raise ValueError("no such moon")
+    return 0.0

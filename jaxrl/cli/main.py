@@ -76,7 +76,7 @@ def _signals_end_the_process() -> Iterator[None]:
         return
 
     def leave(signum: int, frame: object) -> None:
-        os.write(sys.__stderr__.fileno(), b"jaxrl: error: interrupted\n")
+        os.write(2, b"jaxrl: error: interrupted\n")
         os._exit(128 + signum)
 
     signums = (signal.SIGINT, signal.SIGTERM)

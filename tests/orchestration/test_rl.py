@@ -248,6 +248,22 @@ def test_fit_scorer_that_fails_stops_the_run_with_its_cause(make_config, scorer,
         trainer.fit()
 
 
+def test_fit_scorer_that_fails_in_training_stops_the_run_with_its_checkpoint(make_config):
+    config = make_config(rewards={"scorer": "orchestration_rewards:fails_in_training"})
+
+    with (
+        RLTrainer(config, devices=one_device()) as trainer,
+        pytest.raises(RewardError, match="no such moon"),
+    ):
+        trainer.fit()
+
+    run = RunDir(config.output_dir)
+    events = [record["event"] for record in read_ledger(run.ledger)]
+    assert "evaluated" in events
+    assert "consumed" not in events
+    assert CheckpointStore(run.checkpoints).latest() == 4
+
+
 def test_fit_scorer_that_hangs_is_counted_and_another_prompt_takes_its_place(make_config):
     config = make_config(
         rewards={"scorer": "orchestration_rewards:hangs_on_a", "timeout_s": 0.5},
