@@ -32,6 +32,22 @@ _SMOL = {"vocab_size": 49152, "max_length": 8192, "rope_theta": 100000.0, "norm_
 _QWEN2 = {"vocab_size": 151936, "max_length": 32768, "rope_theta": 1e6, "qkv_bias": True}
 _QWEN3 = {"vocab_size": 151936, "max_length": 40960, "rope_theta": 1e6, "qk_norm": True}
 _UNTIED = {"tie_embeddings": False}
+_QWEN3_MOE = {**_QWEN3, **_UNTIED, "n_experts": 128, "experts_per_token": 8}
+_MIXTRAL = {
+    "vocab_size": 32000, "max_length": 32768, "rope_theta": 1e6, "norm_eps": 1e-5, "n_experts": 8,
+    **_UNTIED,
+}  # fmt: skip
+_GEMMA = {
+    "activation": "gelu", "norm_offset": True, "post_norms": True, "scale_embedding": True,
+}  # fmt: skip
+_GEMMA2 = {
+    **_GEMMA, "vocab_size": 256000, "max_length": 8192, "attention_softcap": 50.0,
+    "logits_softcap": 30.0, "sliding_window": 4096, "global_every": 2,
+}  # fmt: skip
+_GEMMA3 = {
+    **_GEMMA, "qk_norm": True, "vocab_size": 262144, "max_length": 32768, "rope_theta": 1e6,
+    "local_rope_theta": 1e4, "sliding_window": 512, "global_every": 6,
+}  # fmt: skip
 
 _PRESETS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "smollm2-135m": ((30, 576, 9, 3, 64, 1536), _SMOL),
@@ -51,6 +67,15 @@ _PRESETS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "qwen3-8b": ((36, 4096, 32, 8, 128, 12288), {**_QWEN3, **_UNTIED}),
     "qwen3-14b": ((40, 5120, 40, 8, 128, 17408), {**_QWEN3, **_UNTIED}),
     "qwen3-32b": ((64, 5120, 64, 8, 128, 25600), {**_QWEN3, **_UNTIED}),
+    "qwen3-30b-a3b": ((48, 2048, 32, 4, 128, 768), _QWEN3_MOE),
+    "qwen3-235b-a22b": ((94, 4096, 64, 4, 128, 1536), _QWEN3_MOE),
+    "mixtral-8x7b": ((32, 4096, 32, 8, 128, 14336), _MIXTRAL),
+    "mixtral-8x22b": ((56, 6144, 48, 8, 128, 16384), {**_MIXTRAL, "max_length": 65536}),
+    "gemma-2-2b": ((26, 2304, 8, 4, 256, 9216), _GEMMA2),
+    "gemma-2-9b": ((42, 3584, 16, 8, 256, 14336), _GEMMA2),
+    "gemma-2-27b": ((46, 4608, 32, 16, 128, 36864), {**_GEMMA2, "query_scale": 144.0}),
+    "gemma-3-270m": ((18, 640, 4, 1, 256, 2048), _GEMMA3),
+    "gemma-3-1b": ((26, 1152, 4, 1, 256, 6912), _GEMMA3),
 }
 
 PRESETS = tuple(_PRESETS)

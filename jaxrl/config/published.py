@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxrl.config.families.family import Family, Record, read_rope
+from jaxrl.config.families.gemma2 import GEMMA2
+from jaxrl.config.families.gemma3 import GEMMA3
+from jaxrl.config.families.llama import LLAMA
+from jaxrl.config.families.mixtral import MIXTRAL
+from jaxrl.config.families.qwen2 import QWEN2
+from jaxrl.config.families.qwen3 import QWEN3
+from jaxrl.config.families.qwen3_moe import QWEN3_MOE
 from jaxrl.config.sections import ModelConfig
 from jaxrl.config.serialize import read_text
 from jaxrl.errors import ConfigError
 
-_FAMILIES = {
-    "llama": {"qk_norm": False, "qkv_bias": False},
-    "qwen2": {"qk_norm": False, "qkv_bias": True},
-    "qwen3": {"qk_norm": True, "qkv_bias": False},
+FAMILIES = {
+    family.model_type: family
+    for family in (LLAMA, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL, GEMMA2, GEMMA3)
 }
-"""`model_type` -> what the family fixes. SmolLM2 is a llama, Qwen2.5 a qwen2."""
-
-_ONLY: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu",),
-    "attention_bias": (False, None),
-    "mlp_bias": (False, None),
-    "use_sliding_window": (False, None),
-    "quantization_config": (None,),
-}
-"""Key -> the values that the decoder can compute; an absent key counts as the last."""
+"""`model_type` -> family."""
 
 _NAMES = {
     "num_hidden_layers": "n_layers",
@@ -41,6 +40,14 @@ _NAMES = {
     "rope_theta": "rope_theta",
     "tie_word_embeddings": "tie_embeddings",
 }
+"""Keys that all families have."""
+
+_MAY_BE_ABSENT = {"num_key_value_heads", "head_dim", "rope_theta", "tie_word_embeddings"}
+_OUR_OWN = {
+    "weights", "lora_rank", "lora_alpha", "lora_targets", "scan_layers", "remat", "dtype",
+    "param_dtype",
+}  # fmt: skip
+"""Fields that are no property of a published model."""
 
 
 def published_model(folder: str | os.PathLike[str], **changes: Any) -> ModelConfig:
@@ -53,19 +60,11 @@ def published_model(folder: str | os.PathLike[str], **changes: Any) -> ModelConf
     """
     path = Path(folder) / "config.json"
     record = _read(path)
-    family = record.get("model_type")
-    if family not in _FAMILIES:
-        known = ", ".join(_FAMILIES)
-        raise ConfigError(f"{path}: model_type={family!r} must be one of: {known}")
-    for key, allowed in _ONLY.items():
-        if (value := record.get(key, allowed[-1])) not in allowed:
-            raise ConfigError(f"{path}: {key}={value!r} must be {allowed[0]!r}")
-    # null stands for "as usual", like an absent key.
-    record = {key: value for key, value in record.items() if value is not None}
-    theta, scaling = _rope(record, path)
-    record = {**_defaults(record, path), **record, "rope_theta": theta}
-    fields = {ours: record[theirs] for theirs, ours in _NAMES.items()} | {"rope_scaling": scaling}
-    return ModelConfig(**{**fields, **_FAMILIES[family], "weights": os.fspath(folder), **changes})
+    try:
+        fields = _fields(_family(record), record)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    return ModelConfig(**{**fields, "weights": os.fspath(folder), **changes})
 
 
 def published_record(config: ModelConfig) -> dict[str, Any]:
@@ -73,19 +72,75 @@ def published_record(config: ModelConfig) -> dict[str, Any]:
 
     Raises `ConfigError` for a model that is of no published family.
     """
-    fixed = {"qk_norm": config.qk_norm, "qkv_bias": config.qkv_bias}
-    families = [name for name, values in _FAMILIES.items() if values == fixed]
-    if not families:
-        raise ConfigError(f"no published family has {fixed}: the model cannot be exported")
+    return _record(family_of(config), config)
+
+
+def family_of(config: ModelConfig) -> Family:
+    """The family whose config.json can say all that `config` says about the model.
+
+    Raises `ConfigError` if there is none.
+    """
+    unlike: dict[str, list[str]] = {}
+    for family in FAMILIES.values():
+        again = ModelConfig(**_fields(family, _record(family, config)))
+        names = (f.name for f in dataclasses.fields(config) if f.name not in _OUR_OWN)
+        other = [name for name in names if getattr(again, name) != getattr(config, name)]
+        if not other:
+            return family
+        unlike[family.model_type] = other
+    nearest = min(unlike, key=lambda name: len(unlike[name]))
+    values = ", ".join(f"model.{name}={getattr(config, name)!r}" for name in unlike[nearest])
+    raise ConfigError(f"no published family has this shape; {nearest} is without {values}")
+
+
+def _fields(family: Family, record: Record) -> dict[str, Any]:
+    """Fields of `ModelConfig` out of a config.json. Raises `ConfigError`."""
+    for key, allowed in {**family.only, "quantization_config": (None,)}.items():
+        value = record.get(key)
+        # null stands for "as usual", like an absent key.
+        if value is not None and value not in allowed:
+            raise ConfigError(f"{key}={value!r} must be {allowed[0]!r}")
+    # So that a family reads null as "none" where it means that, all else sees absent keys.
+    given = {key: value for key, value in record.items() if value is not None}
+    given = {**_defaults(family, given), **given}
+    rope = given.get("rope_parameters") or given.get("rope_scaling") or {}
+    kinds = isinstance(rope, Mapping) and "full_attention" in rope
+    theta, scaling = read_rope({} if kinds else rope, given["rope_theta"])
+    names = _names(family)
+    shared = {ours: given[theirs] for theirs, ours in names.items() if theirs in given}
+    shared |= {"rope_theta": theta, "rope_scaling": scaling}
+    return {**shared, **family.fields, **family.read({**given, **_nulls(record)})}
+
+
+def _record(family: Family, config: ModelConfig) -> dict[str, Any]:
+    """The config.json of a model of the family."""
     return {
-        "architectures": [f"{families[0].capitalize()}ForCausalLM"],
-        "model_type": families[0],
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
         "rope_scaling": dict(config.rope_scaling) or None,
-        "hidden_act": "silu",
-        "attention_bias": False,
         "torch_dtype": config.param_dtype,
-        **{theirs: getattr(config, ours) for theirs, ours in _NAMES.items()},
+        **{key: allowed[0] for key, allowed in family.only.items()},
+        **{theirs: getattr(config, ours) for theirs, ours in _names(family).items()},
+        **family.write(config),
     }
+
+
+def _names(family: Family) -> dict[str, str]:
+    """Key -> field; a family's own key for a field takes the place of the usual one."""
+    own = set(family.keys.values())
+    usual = {theirs: ours for theirs, ours in _NAMES.items() if ours not in own}
+    return {**usual, **family.keys}
+
+
+def _family(record: Record) -> Family:
+    name = record.get("model_type")
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise ConfigError(f"model_type={name!r} must be one of: {', '.join(FAMILIES)}")
+    return FAMILIES[name]
+
+
+def _nulls(record: Record) -> dict[str, None]:
+    return {key: None for key, value in record.items() if value is None and key != "head_dim"}
 
 
 def _read(path: Path) -> Mapping[str, Any]:
@@ -100,38 +155,19 @@ def _read(path: Path) -> Mapping[str, Any]:
     return record
 
 
-def _defaults(record: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Values that older files leave out, after checking those that none may."""
-    optional = {"num_key_value_heads", "head_dim", "rope_theta", "tie_word_embeddings"}
-    if missing := sorted(set(_NAMES) - optional - set(record)):
-        raise ConfigError(f"{path}: has no {', '.join(missing)}")
+def _defaults(family: Family, record: Record) -> dict[str, Any]:
+    """Values that files leave out, after checking those that none may."""
+    optional = _MAY_BE_ABSENT | set(family.absent)
+    if missing := sorted(set(_names(family)) - optional - set(record)):
+        raise ConfigError(f"has no {', '.join(missing)}")
     heads, width = record["num_attention_heads"], record["hidden_size"]
     for key, value in (("num_attention_heads", heads), ("hidden_size", width)):
         if type(value) is not int or value < 1:
-            raise ConfigError(f"{path}: {key}={value!r} must be a positive integer")
+            raise ConfigError(f"{key}={value!r} must be a positive integer")
     return {
         "num_key_value_heads": heads,
         "head_dim": width // heads,
         "tie_word_embeddings": False,
+        "rope_theta": 10000.0,
+        **family.absent,
     }
-
-
-def _rope(record: Mapping[str, Any], path: Path) -> tuple[float, dict[str, Any]]:
-    """Base and scaling of the rotary positions, in the spelling of transformers 4 or 5."""
-    rope = record.get("rope_parameters") or record.get("rope_scaling") or {}
-    if not isinstance(rope, Mapping):
-        raise ConfigError(f"{path}: rope_parameters={rope!r} must be an object")
-    rope = dict(rope)
-    theta = rope.pop("rope_theta", record.get("rope_theta", 10000.0))
-    if isinstance(theta, bool) or not isinstance(theta, int | float):
-        raise ConfigError(f"{path}: rope_theta={theta!r} must be a number")
-    theta = float(theta)
-    # Files of older versions say `type`; some say both.
-    old_kind = rope.pop("type", "default")
-    kind = rope.pop("rope_type", old_kind)
-    if kind == "default":
-        return theta, {}
-    if kind not in ("linear", "llama3"):
-        kinds = "'default', 'linear' or 'llama3'"
-        raise ConfigError(f"{path}: rope_type={kind!r} must be {kinds}")
-    return theta, {"rope_type": kind, **rope}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 
@@ -62,6 +62,14 @@ def increasing() -> Rule:
     return Rule(
         "increasing positive integers, or () for the default",
         lambda v: all(b > a for a, b in zip((0, *v), v, strict=False)),
+    )
+
+
+def among(names: Sequence[str]) -> Rule:
+    """A tuple of some of `names`, each once."""
+    return Rule(
+        f"of {', '.join(names)}, each at most once",
+        lambda value: set(value) <= set(names) and len(set(value)) == len(value),
     )
 
 

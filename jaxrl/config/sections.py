@@ -12,16 +12,17 @@ Schedule = Literal["constant", "linear", "cosine"]
 MAX_SEED = 2**31 - 1
 
 
+_LENGTH = "original_max_position_embeddings"
 _ROPE_SCALING = {
-    "linear": ("factor",),
-    "llama3": (
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-    ),
+    "linear": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", _LENGTH), ()),
+    "yarn": (("factor", _LENGTH), ("beta_fast", "beta_slow", "attention_factor")),
 }
-"""Kind of position scaling -> its numbers, in the spelling of published config.json files."""
+"""Kind of position scaling -> numbers that it needs, numbers that it may have, in the spelling of
+published config.json files."""
+
+LORA_TARGETS = ("query", "key", "value", "out", "gate", "up", "down")
+"""Weights of a layer that can have an adapter."""
 
 
 @section("model.")
@@ -41,15 +42,56 @@ class ModelConfig:
         512, "longest sequence in tokens, prompt and completion together", rules.at_least(2)
     )
     weights: str = common("", "folder of published weights to start from; empty: random ones")
+    lora_rank: int = common(
+        0, "rank of the adapters that are trained", rules.at_least(0, "0: all weights are trained")
+    )
+    lora_alpha: float = common(
+        16.0, "adapters are multiplied by lora_alpha / lora_rank", rules.above(0)
+    )
+    lora_targets: tuple[str, ...] = common(
+        LORA_TARGETS, "weights that get an adapter", rules.among(LORA_TARGETS)
+    )
     rope_theta: float = rare(10000.0, "base of the rotary frequencies", rules.above(0))
     rope_scaling: dict[str, Any] = rare(
         dict,
-        'scaling of rotary positions as in config.json: rope_type "linear" or "llama3" and its '
-        "numbers; empty: none",
+        'scaling of rotary positions as in config.json: rope_type "linear", "llama3" or "yarn" and '
+        "its numbers; empty: none",
+    )
+    local_rope_theta: float = rare(
+        0.0,
+        "base of the rotary frequencies in layers with a window, which rope_scaling then leaves "
+        "alone",
+        rules.at_least(0, "0: as in the others"),
     )
     norm_eps: float = rare(1e-6, "added to the variance in RMSNorm", rules.above(0))
     qk_norm: bool = rare(False, "normalise queries and keys per head")
+    norm_offset: bool = rare(False, "store the scale of a norm as what is added to 1")
+    post_norms: bool = rare(False, "normalise what attention and MLP give, too")
     qkv_bias: bool = rare(False, "add a bias to queries, keys and values")
+    query_scale: float = rare(
+        0.0, "scores are multiplied by query_scale^-0.5", rules.at_least(0, "0: by head_dim^-0.5")
+    )
+    attention_softcap: float = rare(
+        0.0, "attention scores are kept between -cap and cap", rules.at_least(0, "0: no cap")
+    )
+    logits_softcap: float = rare(
+        0.0, "logits are kept between -cap and cap", rules.at_least(0, "0: no cap")
+    )
+    sliding_window: int = rare(
+        0, "tokens that a layer with a window sees", rules.at_least(0, "0: no layer has one")
+    )
+    global_every: int = rare(
+        0,
+        "of so many layers the last one sees the whole sequence, the others have the window",
+        rules.at_least(0, "0: all layers have it"),
+    )
+    activation: Literal["silu", "gelu"] = rare("silu", "activation of the MLP (gelu: with tanh)")
+    n_experts: int = rare(
+        0, "experts of each layer, mlp_dim wide each", rules.at_least(0, "0: one MLP instead")
+    )
+    experts_per_token: int = rare(2, "experts that a token goes to", rules.at_least(1))
+    normalize_experts: bool = rare(True, "let the shares of a token's experts sum to 1")
+    scale_embedding: bool = rare(False, "multiply token embeddings by the root of d_model")
     tie_embeddings: bool = rare(True, "use the token embedding as output projection too")
     scan_layers: bool = rare(
         False, "scan over the layers: compiles faster, runs slower where there are few layers"
@@ -70,18 +112,37 @@ class ModelConfig:
         )
         demand(self.head_dim % 2 == 0, "model.head_dim", self.head_dim, "even")
         self._check_rope_scaling()
+        experts, chosen = self.n_experts, self.experts_per_token
+        rule = f"at most model.n_experts={experts}"
+        demand(not experts or chosen <= experts, "model.experts_per_token", chosen, rule)
+        if self.lora_rank:
+            self._check_lora()
+
+    def windowed(self, layer: int) -> bool:
+        """Whether the layer of that index sees `sliding_window` tokens only."""
+        every = self.global_every
+        return self.sliding_window > 0 and not (every and (layer + 1) % every == 0)
+
+    def _check_lora(self) -> None:
+        targets = self.lora_targets
+        demand(bool(targets), "model.lora_targets", targets, "non-empty, because of lora_rank")
+        experts = {"gate", "up", "down"}.intersection(targets) if self.n_experts else ()
+        rule = f"without {', '.join(sorted(experts))}: experts have no adapters"
+        demand(not experts, "model.lora_targets", targets, rule)
 
     def _check_rope_scaling(self) -> None:
         scaling = self.rope_scaling
         if not scaling:
             return
-        needed = _ROPE_SCALING.get(scaling.get("rope_type"))
+        needed, optional = _ROPE_SCALING.get(scaling.get("rope_type"), (None, ()))
         kinds = " or ".join(map(repr, _ROPE_SCALING))
         demand(needed is not None, "model.rope_scaling", scaling, f"of rope_type {kinds}")
-        numbers = {name: scaling.get(name) for name in needed}
-        rule = f"rope_type and positive numbers {', '.join(needed)}, nothing else"
-        positive = all(isinstance(n, int | float) and n > 0 for n in numbers.values())
-        exact = set(scaling) == {"rope_type", *needed}
+        names = {*needed, *optional}.intersection(scaling)
+        also = f" (and {', '.join(optional)})" if optional else ""
+        rule = f"rope_type and positive numbers {', '.join(needed)}{also}, nothing else"
+        numbers = [scaling[name] for name in names]
+        positive = all(type(n) in (int, float) and n > 0 for n in numbers)
+        exact = names >= set(needed) and set(scaling) == {"rope_type", *names}
         demand(exact and positive, "model.rope_scaling", scaling, rule)
 
 

@@ -12,7 +12,7 @@ import functools
 import math
 import operator
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import chex
@@ -23,8 +23,10 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxrl.models import attention as ops
-from jaxrl.models.decoder import Constrain, Context, Decoder, KVCache
+from jaxrl.models.decoder import Decoder, KVCache
+from jaxrl.models.layers import Constrain, Context, Sight
 from jaxrl.models.linear import linear
+from jaxrl.models.rope import rope_tables
 from jaxrl.sharding import DEFAULT_RULES, Rules, shardings_of
 
 if TYPE_CHECKING:
@@ -170,14 +172,15 @@ def forward(
     chex.assert_rank([tokens, positions], 2)
     chex.assert_equal_shape([tokens, positions])
     config = model.config
-    cos, sin = ops.rope_tables(positions, config.head_dim, config.rope_theta, config.rope_scaling)
     constrain = _constrain(mesh, rules, tokens.shape[0])
+    alone = mesh is None or mesh.size == 1
     if cache is None:
         if attend_length is not None or write_mask is not None:
             raise ValueError("attend_length and write_mask need a cache")
-        mask = ops.causal_mask(tokens.shape[1], segment_ids)
-        whole = rules.shards(mesh, "length") == 1
-        context = Context(cos, sin, mask, constrain, causal=whole)
+        make_mask = functools.partial(ops.causal_mask, tokens.shape[1], segment_ids)
+        causal = rules.shards(mesh, "length") == 1
+        sights = _sights(config, positions, make_mask)
+        context = Context(*sights, constrain, causal=causal, alone=alone)
     else:
         if segment_ids is not None:
             raise ValueError("segment_ids cannot be combined with a cache: one row is one sequence")
@@ -186,8 +189,9 @@ def forward(
         if write_mask is not None:
             # An entry beyond the cache is dropped by the write, so the row stays untouched.
             slots = jnp.where(write_mask[:, None], positions, cache.length)
-        mask = ops.cache_mask(positions, seen)
-        context = Context(cos, sin, mask, constrain, slots, seen)
+        make_mask = functools.partial(ops.cache_mask, positions, seen)
+        sights = _sights(config, positions, make_mask)
+        context = Context(*sights, constrain, slots, seen, alone=alone)
     return _merge(model, params)(tokens, context, cache)
 
 
@@ -195,6 +199,7 @@ def unembed(model: Model, params: Params, hidden: jax.Array) -> jax.Array:
     """hidden [..., D] -> logits float32 [..., V]."""
     rows = hidden.reshape(1, -1, hidden.shape[-1])
     logits = linear(rows, _unembedding(model, params), out_dtype=jnp.float32)
+    logits = ops.softcap(logits, model.config.logits_softcap)
     return logits.reshape(*hidden.shape[:-1], -1)
 
 
@@ -237,6 +242,7 @@ def token_logprobs(
         logits = jnp.einsum(
             "btd,vd->btv", hidden, weight.astype(hidden.dtype), preferred_element_type=jnp.float32
         )
+        logits = ops.softcap(logits, model.config.logits_softcap)
         return _pick(constrain(logits, ("batch", None, "vocab")) / temperature, targets)
 
     _, (logp, entropy) = jax.lax.scan(
@@ -322,6 +328,21 @@ def _constrain(mesh: Mesh | None, rules: Rules, batch: int) -> Constrain:
         return jax.lax.with_sharding_constraint(x, rules.sharding(mesh, axes))
 
     return constrain
+
+
+def _sights(
+    config: ModelConfig, positions: jax.Array, make_mask: Callable[..., jax.Array]
+) -> tuple[Sight, Sight | None]:
+    """What layers that see everything see, and those with a window (None: there are none)."""
+    cos, sin = rope_tables(positions, config.head_dim, config.rope_theta, config.rope_scaling)
+    whole = Sight(cos, sin, make_mask())
+    if not config.sliding_window:
+        return whole, None
+    if config.local_rope_theta:
+        # These layers never look far: their positions are not stretched.
+        cos, sin = rope_tables(positions, config.head_dim, config.local_rope_theta)
+    window = config.sliding_window
+    return whole, Sight(cos, sin, make_mask(window=window), window)
 
 
 def _attend_length(attend_length: int | None, cache_length: int, n_tokens: int) -> int:

@@ -1,7 +1,8 @@
 """Weights in and out of folders as Hugging Face keeps them: safetensors, one file or several.
 
-Weights are stored outputs first there as here, so every tensor is a reshape of one of ours. They
-are read one by one straight to their place on the mesh; the whole model is never on the host.
+Weights are stored outputs first there as here, so every tensor is a reshape of one of ours, or of a
+slice of one where we stack layers or experts. They are read one by one straight to their place on
+the mesh; the whole model is never on the host.
 """
 
 from __future__ import annotations
@@ -13,16 +14,19 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl.config.published import published_record
+from jaxrl.config.published import family_of, published_record
 from jaxrl.errors import CheckpointError, OutputError
 from jaxrl.models.model import Model, Params
 from jaxrl.sharding import DEFAULT_RULES, Rules
+
+if TYPE_CHECKING:
+    from jaxrl.config import ModelConfig
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _FLOATS = ("F32", "F16", "BF16")
@@ -32,23 +36,7 @@ _OUTSIDE = {
     "unembedding": _UNTIED,
     "final_norm/scale": "model.norm.weight",
 }
-_LAYER = {
-    "attention_norm/scale": "input_layernorm.weight",
-    "mlp_norm/scale": "post_attention_layernorm.weight",
-    "attention/query": "self_attn.q_proj.weight",
-    "attention/key": "self_attn.k_proj.weight",
-    "attention/value": "self_attn.v_proj.weight",
-    "attention/query_bias": "self_attn.q_proj.bias",
-    "attention/key_bias": "self_attn.k_proj.bias",
-    "attention/value_bias": "self_attn.v_proj.bias",
-    "attention/out": "self_attn.o_proj.weight",
-    "attention/query_norm/scale": "self_attn.q_norm.weight",
-    "attention/key_norm/scale": "self_attn.k_norm.weight",
-    "mlp/gate": "mlp.gate_proj.weight",
-    "mlp/up": "mlp.up_proj.weight",
-    "mlp/down": "mlp.down_proj.weight",
-}
-"""Path of a weight within a layer -> its published name."""
+"""Path of a weight outside of the layers -> its published name."""
 
 
 def check_folder(folder: str | os.PathLike[str], model: Model) -> None:
@@ -76,9 +64,10 @@ def load_params(
         if mesh is not None:
             places = model.shardings(mesh, rules)
 
+        name_of = _Names(model.config)
+
         def load(path: tuple, like: jax.ShapeDtypeStruct, place: Any) -> jax.Array:
-            names = _names(path, like.shape, model)
-            part = functools.partial(_part, tensors.read, names, like)
+            part = functools.partial(_part, tensors.read, name_of(path), like)
             return jax.make_array_from_callback(like.shape, place, part)
 
         return jax.tree_util.tree_map_with_path(load, model.abstract, places)
@@ -94,12 +83,12 @@ def save_params(folder: str | os.PathLike[str], model: Model, params: Params) ->
 
     folder = Path(folder)
     tensors: dict[str, np.ndarray] = {}
+    name_of = _Names(model.config)
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        names = _names(path, leaf.shape, model)
-        whole = np.asarray(leaf)
-        layers = whole if len(names) > 1 else [whole]
-        for name, value in zip(names, layers, strict=True):
-            tensors[name] = np.ascontiguousarray(value.reshape(_published_shape(name, value.shape)))
+        names, whole = name_of(path), np.asarray(leaf)
+        for index, name in np.ndenumerate(names):
+            shape = _published_shape(name, whole.shape[names.ndim :])
+            tensors[name] = np.ascontiguousarray(whole[index].reshape(shape))
     half_written = folder / f"{_SINGLE}.unfinished"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -141,10 +130,11 @@ class _Tensors:
     def check(self, model: Model) -> None:
         """Every tensor of the model is there, in its shape, and no other."""
         wanted: dict[str, tuple[int, ...]] = {}
+        name_of = _Names(model.config)
         for path, leaf in jax.tree_util.tree_leaves_with_path(model.abstract):
-            names = _names(path, leaf.shape, model)
-            shape = leaf.shape[1:] if len(names) > 1 else leaf.shape
-            wanted |= {name: _published_shape(name, shape) for name in names}
+            names = name_of(path)
+            shape = leaf.shape[names.ndim :]
+            wanted |= {name: _published_shape(name, shape) for name in names.flat}
         problems = [f"{name!r} is missing" for name in wanted if name not in self._files]
         for name in self._files:
             if name not in wanted:
@@ -175,26 +165,51 @@ class _Tensors:
 
 def _part(
     read: Callable[[str], np.ndarray],
-    names: list[str],
+    names: np.ndarray,
     like: jax.ShapeDtypeStruct,
     index: tuple[slice, ...],
 ) -> np.ndarray:
     """The part `index` of a weight; one tensor is in memory at a time."""
-    if len(names) == 1:
-        return read(names[0]).reshape(like.shape)[index].astype(like.dtype, copy=False)
-    layers = names[index[0]]
-    parts = (read(name).reshape(like.shape[1:])[index[1:]].astype(like.dtype) for name in layers)
-    return np.stack(list(parts))
+    lead = names.ndim
+    wanted = names[index[:lead]] if lead else names
+    part: np.ndarray | None = None
+    for i, name in enumerate(wanted.flat):
+        tensor = read(name).reshape(like.shape[lead:])[index[lead:]]
+        if not lead:
+            return tensor.astype(like.dtype, copy=False)
+        if part is None:
+            part = np.empty((wanted.size, *tensor.shape), like.dtype)
+        part[i] = tensor
+    return part.reshape(*wanted.shape, *part.shape[1:])
 
 
-def _names(path: tuple, shape: tuple[int, ...], model: Model) -> list[str]:
-    """Published names of the weight at `path`: one, or one for each layer when they are scanned."""
-    keys = [str(key.key) for key in path]
-    if keys[0] != "layers":
-        return [_OUTSIDE["/".join(keys)]]
-    if model.config.scan_layers:
-        return [f"model.layers.{i}.{_LAYER['/'.join(keys[1:])]}" for i in range(shape[0])]
-    return [f"model.layers.{keys[1]}.{_LAYER['/'.join(keys[2:])]}"]
+class _Names:
+    """Path of a weight -> the names of its tensors.
+
+    An array of rank 0; with an axis for layers when they are scanned, then one for experts.
+    """
+
+    def __init__(self, config: ModelConfig):
+        self._config = config
+        self._tensors = family_of(config).tensors
+
+    def __call__(self, path: tuple) -> np.ndarray:
+        keys = [str(key.key) for key in path]
+        if keys[0] != "layers":
+            return np.array(_OUTSIDE["/".join(keys)], object)
+        config = self._config
+        scanned = config.scan_layers
+        template = self._tensors["/".join(keys[1 if scanned else 2 :])]
+        layers = range(config.n_layers) if scanned else [int(keys[1])]
+        experts = range(config.n_experts) if "{expert}" in template else [0]
+        names = [
+            [f"model.layers.{layer}." + template.format(expert=expert) for expert in experts]
+            for layer in layers
+        ]
+        shape = ([len(layers)] if scanned else []) + (
+            [len(experts)] if "{expert}" in template else []
+        )
+        return np.array(names, object).reshape(shape)
 
 
 def _published_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:

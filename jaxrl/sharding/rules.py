@@ -122,6 +122,7 @@ DEFAULT_RULES = Rules(
         "mlp": "tensor",
         "layers": None,
         "experts": "expert",
+        "expert_mlp": ("tensor", "expert_tensor"),
         # activations
         "batch": ("data", "fsdp"),
         "length": "context",

@@ -112,8 +112,8 @@ def test_fields_numbers_have_a_rule_and_text_says_what_is_accepted():
             "model.n_heads=5 must be a multiple of model.n_kv_heads=2",
         ),
         (
-            lambda: ModelConfig(rope_scaling={"rope_type": "yarn"}),
-            "of rope_type 'linear' or 'llama3'",
+            lambda: ModelConfig(rope_scaling={"rope_type": "dynamic"}),
+            "of rope_type 'linear' or 'llama3' or 'yarn'",
         ),
         (
             lambda: ModelConfig(rope_scaling={"rope_type": "linear", "factor": -2}),

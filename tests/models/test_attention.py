@@ -8,14 +8,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxrl.config import ModelConfig
 from jaxrl.models import attention as ops
-from jaxrl.models.decoder import Declare, RMSNorm
+from jaxrl.models.layers import Declare, RMSNorm
+from jaxrl.models.rope import apply_rope, frequency_factors, rope_tables
 
 
 def _rotate(x, position, theta=100.0):
     x = jnp.asarray(x, jnp.float32)[None, None, None]
-    tables = ops.rope_tables(jnp.array([[position]]), x.shape[-1], theta)
-    return np.asarray(ops.apply_rope(x, *tables))[0, 0, 0]
+    tables = rope_tables(jnp.array([[position]]), x.shape[-1], theta)
+    return np.asarray(apply_rope(x, *tables))[0, 0, 0]
 
 
 def test_rope_width_4_by_hand():
@@ -49,20 +51,44 @@ def test_frequency_factors_by_hand():
         "original_max_position_embeddings": 800,
     }
 
-    linear = ops.frequency_factors(4, 1e4, {"rope_type": "linear", "factor": 4.0})
+    linear = frequency_factors(4, 1e4, {"rope_type": "linear", "factor": 4.0})
     np.testing.assert_array_equal(linear, np.float32([0.25, 0.25]))
     # 27.3% of the way from 1/5 to 1.
     np.testing.assert_allclose(
-        ops.frequency_factors(4, 1e4, llama3), [1.0, 0.2 + 0.8 * 0.27324], rtol=0, atol=1e-5
+        frequency_factors(4, 1e4, llama3), [1.0, 0.2 + 0.8 * 0.27324], rtol=0, atol=1e-5
     )
     slow = {**llama3, "low_freq_factor": 1.3}
-    np.testing.assert_allclose(ops.frequency_factors(4, 1e4, slow), [1.0, 0.2], rtol=0, atol=1e-6)
+    np.testing.assert_allclose(frequency_factors(4, 1e4, slow), [1.0, 0.2], rtol=0, atol=1e-6)
+
+
+def test_yarn_by_hand():
+    # Frequencies 1, 0.1, 0.01, 0.001. In 2000 positions they turn 318.3, 31.83, 3.18, 0.318 times:
+    # index 8 ln(2000 / (2 pi turns)) / (2 ln 1e4) is 0.9977 for 32 turns and 2.503 for one. The
+    # ramp goes from 0 to 3: the frequencies are slowed down by 0, 1/3, 2/3 and all of 1 - 1/4.
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2000}
+
+    factors = frequency_factors(8, 1e4, scaling)
+    cos, sin = rope_tables(jnp.array([[0]]), 8, 1e4, scaling)
+
+    np.testing.assert_allclose(factors, [1.0, 0.75, 0.5, 0.25], rtol=0, atol=1e-6)
+    # 0.1 ln 4 + 1
+    np.testing.assert_allclose(cos[0, 0], [1.1386294] * 4, rtol=0, atol=1e-6)
+    np.testing.assert_array_equal(sin, np.zeros((1, 1, 4)))
+    cos, _ = rope_tables(jnp.array([[0]]), 8, 1e4, {**scaling, "attention_factor": 1.5})
+    np.testing.assert_allclose(cos[0, 0], [1.5] * 4, rtol=0, atol=1e-6)
+
+
+def test_softcap_by_hand():
+    capped = ops.softcap(jnp.array([0.0, 1.0, -100.0]), 2.0)
+
+    np.testing.assert_allclose(capped, [0.0, 0.9242343, -2.0], rtol=0, atol=1e-6)
+    np.testing.assert_array_equal(ops.softcap(jnp.array([3.0]), 0.0), [3.0])
 
 
 def test_rope_linear_scaling_is_a_slower_position():
-    scaled = ops.rope_tables(jnp.array([[12]]), 8, 1e4, {"rope_type": "linear", "factor": 4.0})
+    scaled = rope_tables(jnp.array([[12]]), 8, 1e4, {"rope_type": "linear", "factor": 4.0})
 
-    for have, want in zip(scaled, ops.rope_tables(jnp.array([[3]]), 8, 1e4), strict=True):
+    for have, want in zip(scaled, rope_tables(jnp.array([[3]]), 8, 1e4), strict=True):
         np.testing.assert_allclose(have, want, rtol=0, atol=1e-6)
 
 
@@ -80,17 +106,17 @@ def test_rope_dot_product_depends_on_the_distance_only():
 
 def test_rope_keeps_dtype_and_turns_in_float32():
     x = jnp.ones((1, 1, 1, 4), jnp.bfloat16)
-    tables = ops.rope_tables(jnp.array([[1000]]), 4, 10000.0)
+    tables = rope_tables(jnp.array([[1000]]), 4, 10000.0)
 
-    rotated = ops.apply_rope(x, *tables)
+    rotated = apply_rope(x, *tables)
 
     assert rotated.dtype == jnp.bfloat16
-    expected = ops.apply_rope(x.astype(jnp.float32), *tables)
+    expected = apply_rope(x.astype(jnp.float32), *tables)
     np.testing.assert_array_equal(rotated, expected.astype(jnp.bfloat16))
 
 
 def _norm(eps, scale):
-    graphdef, _ = nnx.split(RMSNorm(len(scale), eps, Declare("float32")))
+    graphdef, _ = nnx.split(RMSNorm(len(scale), ModelConfig(norm_eps=eps), Declare("float32")))
     return nnx.merge(graphdef, {"scale": jnp.array(scale)})
 
 
@@ -165,16 +191,20 @@ def test_attend_single_query_equals_the_same_query_among_others():
 
 
 # 65: a second chunk of one query; 128: full chunks; 600: chunks wider than 64.
-@pytest.mark.parametrize("length", [65, 128, pytest.param(600, marks=pytest.mark.slow)])
-def test_attend_causal_in_chunks_equals_whole_with_gradients(length):
+@pytest.mark.parametrize(
+    ("length", "window"),
+    [(65, 0), (128, 0), (150, 20), pytest.param(600, 90, marks=pytest.mark.slow)],
+)
+def test_attend_causal_in_chunks_equals_whole_with_gradients(length, window):
     operands = _qkv(4, 2, length)
     # Segment 2 starts inside the second chunk and sees nothing of the first.
     segments = jnp.array([[1] * 64 + [2] * (length - 64), [1] * 30 + [0] * (length - 30)])
-    mask = ops.causal_mask(length, segments)
+    mask = ops.causal_mask(length, segments, window)
 
     def mixed_and_gradients(causal):
         def loss(*operands):
-            mixed = ops.attend(*operands, mask, causal=causal)
+            promises = {"causal": True, "window": window} if causal else {}
+            mixed = ops.attend(*operands, mask, cap=2.0, scale=0.7, **promises)
             return jnp.sum(jnp.sin(mixed)), mixed
 
         return jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(*operands)
@@ -197,6 +227,15 @@ def test_attend_row_without_any_key_is_finite_with_finite_gradient():
 
     np.testing.assert_allclose(mixed[0, 2, 0], inputs[2][0, 0].mean(0), rtol=0, atol=1e-6)
     assert all(np.isfinite(g).all() for g in gradients)
+
+
+def test_masks_with_a_window_show_the_last_tokens():
+    causal = ops.causal_mask(4, None, window=2)
+    cache = ops.cache_mask(jnp.array([[2]]), 5, window=2)
+
+    expected = [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
+    np.testing.assert_array_equal(causal[0], np.array(expected, bool))
+    np.testing.assert_array_equal(cache[0], np.array([[0, 1, 1, 0, 0]], bool))
 
 
 def test_causal_mask_joins_time_and_segments():

@@ -9,8 +9,13 @@ import pytest
 from jaxrl.models.model import forward, unembed
 
 
-def _rms_norm(x, scale, eps):
-    return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * scale
+def _rms_norm(x, weights, config):
+    scale = weights["scale"] + (1.0 if config.norm_offset else 0.0)
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_eps) * scale
+
+
+def _cap(x, cap):
+    return cap * np.tanh(x / cap) if cap else x
 
 
 def _rotate(x, position, theta):
@@ -25,52 +30,86 @@ def _rotate(x, position, theta):
     return out
 
 
-def _attention(x, weights, positions, config):
+def _attention(x, weights, positions, config, windowed):
     """One sequence x [T, D] -> [T, D]: one head, one query at a time."""
     n_tokens, repeat = len(x), config.n_heads // config.n_kv_heads
+    theta = config.local_rope_theta if windowed and config.local_rope_theta else config.rope_theta
     out = np.zeros_like(x)
     for head in range(config.n_heads):
-        query = x @ weights["query"][head].T
-        key = x @ weights["key"][head // repeat].T
-        value = x @ weights["value"][head // repeat].T
-        if config.qkv_bias:
-            query = query + weights["query_bias"][head]
-            key = key + weights["key_bias"][head // repeat]
-            value = value + weights["value_bias"][head // repeat]
-        if config.qk_norm:
-            query = _rms_norm(query, weights["query_norm"]["scale"], config.norm_eps)
-            key = _rms_norm(key, weights["key_norm"]["scale"], config.norm_eps)
-        query = np.stack(
-            [_rotate(q, p, config.rope_theta) for q, p in zip(query, positions, strict=True)]
-        )
-        key = np.stack(
-            [_rotate(k, p, config.rope_theta) for k, p in zip(key, positions, strict=True)]
-        )
+        sides = []
+        for name, index in (("query", head), ("key", head // repeat), ("value", head // repeat)):
+            side = x @ weights[name][index].T
+            if config.qkv_bias:
+                side = side + weights[f"{name}_bias"][index]
+            if config.qk_norm and name != "value":
+                side = _rms_norm(side, weights[f"{name}_norm"], config)
+            if name != "value":
+                side = np.stack(
+                    [_rotate(q, p, theta) for q, p in zip(side, positions, strict=True)]
+                )
+            sides.append(side)
+        query, key, value = sides
         for t in range(n_tokens):
-            scores = key[: t + 1] @ query[t] / np.sqrt(config.head_dim)
+            first = max(0, t + 1 - config.sliding_window) if windowed else 0
+            scores = key[first : t + 1] @ query[t] / np.sqrt(config.query_scale or config.head_dim)
+            scores = _cap(scores, config.attention_softcap)
             exps = np.exp(scores - scores.max())
-            mixed = (exps / exps.sum()) @ value[: t + 1]
+            mixed = (exps / exps.sum()) @ value[first : t + 1]
             out[t] += mixed @ weights["out"][:, head].T
     return out
 
 
-def _mlp(x, weights):
-    gate = x @ weights["gate"].T
-    return (gate / (1 + np.exp(-gate)) * (x @ weights["up"].T)) @ weights["down"].T
+def _activate(x, config):
+    if config.activation == "silu":
+        return x / (1 + np.exp(-x))
+    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+def _mlp(x, weights, config):
+    inner = _activate(x @ weights["gate"].T, config) * (x @ weights["up"].T)
+    return inner @ weights["down"].T
+
+
+def _experts(x, weights, config):
+    """One token at a time, its best experts one after the other."""
+    out = np.zeros_like(x)
+    for t, token in enumerate(x):
+        scores = np.exp(weights["router"] @ token)
+        shares = scores / scores.sum()
+        best = np.argsort(-shares)[: config.experts_per_token]
+        total = shares[best].sum() if config.normalize_experts else 1.0
+        for e in best:
+            expert = {name: weights[name][e] for name in ("gate", "up", "down")}
+            out[t] += shares[e] / total * _mlp(token, expert, config)
+    return out
+
+
+def _layer(x, layer, positions, config, windowed):
+    normed = _rms_norm(x, layer["attention_norm"], config)
+    mixed = _attention(normed, layer["attention"], positions, config, windowed)
+    if config.post_norms:
+        mixed = _rms_norm(mixed, layer["attention_post_norm"], config)
+    x = x + mixed
+    part = _experts if config.n_experts else _mlp
+    inner = part(_rms_norm(x, layer["mlp_norm"], config), layer["mlp"], config)
+    if config.post_norms:
+        inner = _rms_norm(inner, layer["mlp_post_norm"], config)
+    return x + inner
 
 
 def _reference_logits(params, config, tokens, positions):
     """One sequence: tokens, positions [T] -> logits [T, V] in float64."""
     params = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
     x = params["embedding"][tokens]
+    if config.scale_embedding:
+        x = x * np.sqrt(config.d_model)
     for i in range(config.n_layers):
-        layer = params["layers"][str(i)]
-        normed = _rms_norm(x, layer["attention_norm"]["scale"], config.norm_eps)
-        x = x + _attention(normed, layer["attention"], positions, config)
-        normed = _rms_norm(x, layer["mlp_norm"]["scale"], config.norm_eps)
-        x = x + _mlp(normed, layer["mlp"])
-    x = _rms_norm(x, params["final_norm"]["scale"], config.norm_eps)
-    return x @ params["embedding" if config.tie_embeddings else "unembedding"].T
+        every = config.global_every
+        windowed = config.sliding_window > 0 and not (every and i % every == every - 1)
+        x = _layer(x, params["layers"][str(i)], positions, config, windowed)
+    x = _rms_norm(x, params["final_norm"], config)
+    logits = x @ params["embedding" if config.tie_embeddings else "unembedding"].T
+    return _cap(logits, config.logits_softcap)
 
 
 VARIANTS = {
@@ -83,6 +122,19 @@ VARIANTS = {
     "every head its own": {"n_kv_heads": 4},
     "one kv head": {"n_kv_heads": 1},
     "deep": {"n_layers": 11},
+    "gelu": {"activation": "gelu"},
+    "norms": {"norm_offset": True, "post_norms": True, "qk_norm": True},
+    "scales": {"scale_embedding": True, "query_scale": 3.0},
+    "caps": {"attention_softcap": 0.5, "logits_softcap": 1.0},
+    "windows": {"sliding_window": 3},
+    "some windows": {
+        "n_layers": 3,
+        "sliding_window": 3,
+        "global_every": 2,
+        "local_rope_theta": 9.0,
+    },
+    "few experts": {"n_experts": 4},
+    "many experts": {"n_experts": 10, "experts_per_token": 2, "normalize_experts": False},
 }
 
 

@@ -17,6 +17,9 @@ from jaxrl.models.model import build_model, stack_layers
 from jaxrl.models.safetensors import check_folder, load_params, save_params
 from jaxrl.sharding import make_mesh
 
+GEMMA = {
+    "activation": "gelu", "norm_offset": True, "post_norms": True, "scale_embedding": True,
+}  # fmt: skip
 VARIANTS = {
     "tied": {},
     "qk_norm": {"qk_norm": True, "tie_embeddings": False},
@@ -30,8 +33,24 @@ VARIANTS = {
             "original_max_position_embeddings": 32,
         }
     },
+    "yarn": {
+        "qkv_bias": True,
+        "rope_scaling": {
+            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32,
+        },
+    },
     "bfloat16": {"param_dtype": "bfloat16"},
-}
+    "qwen3_moe": {"n_experts": 3, "qk_norm": True, "tie_embeddings": False},
+    "mixtral": {"n_experts": 3, "sliding_window": 9, "tie_embeddings": False},
+    "gemma2": {
+        **GEMMA, "sliding_window": 4, "global_every": 2, "attention_softcap": 5.0,
+        "logits_softcap": 9.0, "query_scale": 3.5,
+    },
+    "gemma3": {
+        **GEMMA, "qk_norm": True, "sliding_window": 4, "global_every": 6, "local_rope_theta": 1e4,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -80,9 +99,12 @@ def test_load_onto_a_mesh_places_every_weight(saved):
     assert jax.tree.all(jax.tree.map(lambda x, place: x.sharding == place, loaded, want))
 
 
-@pytest.mark.parametrize("mesh", [None, {"fsdp": 4, "tensor": 2}], ids=str)
-def test_load_scanned_layers_stacks_them(saved, mesh):
-    model, params, folder = saved()
+@pytest.mark.parametrize("changes", [{}, {"n_experts": 4}], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    "mesh", [None, {"fsdp": 4, "tensor": 2}, {"expert": 4, "tensor": 2}], ids=str
+)
+def test_load_scanned_layers_stacks_them(saved, mesh, changes):
+    model, params, folder = saved(**changes)
     scanned = build_model(dataclasses.replace(model.config, scan_layers=True))
 
     loaded = load_params(folder, scanned, mesh=mesh and make_mesh(**mesh))
@@ -90,8 +112,9 @@ def test_load_scanned_layers_stacks_them(saved, mesh):
     _assert_equal(loaded, stack_layers(params))
 
 
-def test_save_scanned_layers_gives_the_file_of_unrolled_ones(make_model, tmp_path):
-    model, params = make_model()
+@pytest.mark.parametrize("changes", [{}, {"n_experts": 3}], ids=["dense", "experts"])
+def test_save_scanned_layers_gives_the_file_of_unrolled_ones(make_model, tmp_path, changes):
+    model, params = make_model(**changes)
     scanned = build_model(dataclasses.replace(model.config, scan_layers=True))
 
     save_params(tmp_path / "a", model, params)
@@ -197,8 +220,8 @@ def test_save_into_a_file_is_output_error(make_model, tmp_path):
         ({"attention_bias": True}, "attention_bias=True must be False"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' must be 'silu'"),
         (
-            {"rope_scaling": {"rope_type": "yarn"}},
-            "rope_type='yarn' must be 'default', 'linear' or",
+            {"rope_scaling": {"rope_type": "dynamic"}},
+            "rope_type='dynamic' must be 'default', 'linear', 'llama3' or 'yarn'",
         ),
         ({"rope_scaling": {"type": "llama3"}}, "positive numbers factor, low_freq_factor"),
         ({"hidden_size": None}, "has no hidden_size"),
@@ -217,6 +240,42 @@ def test_published_model_that_the_decoder_cannot_compute_is_refused(saved, chang
 
     with pytest.raises(ConfigError, match=message):
         published_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "edit", "message"),
+    [
+        ({"n_experts": 4, "qk_norm": True}, {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]"),
+        ({"n_experts": 4, "qk_norm": True}, {"num_experts": None}, "has no num_experts"),
+        (VARIANTS["gemma2"], {"layer_types": ["chunked"]}, "must hold 'sliding_attention' and"),
+        (
+            {**VARIANTS["gemma2"], "n_layers": 3},
+            {"layer_types": ["full_attention", *["sliding_attention"] * 2]},
+            "must repeat: windows, then one 'full_attention'",
+        ),
+        (VARIANTS["gemma3"], {"model_type": "gemma3"}, "model_type='gemma3' must be one of"),
+    ],
+)
+def test_published_model_with_layers_that_are_not_computed_is_refused(
+    saved, changes, edit, message
+):
+    folder = saved(**changes)[2]
+    record = {**json.loads((folder / "config.json").read_text()), **edit}
+    (folder / "config.json").write_text(json.dumps(record))
+
+    with pytest.raises(ConfigError, match=message):
+        published_model(folder)
+
+
+def test_save_model_of_no_family_names_what_does_not_fit(make_model, tmp_path):
+    model, params = make_model(qk_norm=True, qkv_bias=True)
+
+    with pytest.raises(
+        ConfigError, match="no published family .*; qwen2 is without .*qk_norm=True"
+    ):
+        save_params(tmp_path / "model", model, params)
+
+    assert not (tmp_path / "model").exists()
 
 
 def test_published_model_fields_that_older_files_leave_out(tmp_path):

@@ -1,0 +1,185 @@
+"""What the layers of every family are made of: declared weights, the norm, the MLP.
+
+Weights are declared, not made: each is a `jax.ShapeDtypeStruct` with its logical axes and the mean
+and spread of its initial values as metadata. `model.build_model` splits them off once, and real
+arrays are merged in at each call. Modules keep no state besides: the KV cache is an argument.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxrl.models.linear import linear
+
+if TYPE_CHECKING:
+    from jaxrl.config import ModelConfig
+
+Constrain = Callable[[jax.Array, tuple[str | None, ...]], jax.Array]
+"""(activation, logical axis per dimension) -> the activation with its sharding pinned."""
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=True),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Sight:
+    """Where the queries of a layer stand and what they see.
+
+    cos, sin float32 [B, T, H/2]; mask bool [B or 1, T, S]; `window` > 0 promises that the mask
+    hides all but the last so many tokens.
+    """
+
+    cos: jax.Array
+    sin: jax.Array
+    mask: jax.Array
+    window: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """What every layer needs to know about the tokens of this call.
+
+    `whole` holds for layers that see the whole sequence, `windowed` for the others (None: there are
+    none). `causal`: S = T, the masks hide later entries, and T is not split over devices. `alone`:
+    one device holds everything. With a cache: `slots` [B, T] are the entries that the tokens are
+    written to, and queries see the first `attend_length` entries.
+    """
+
+    whole: Sight
+    windowed: Sight | None
+    constrain: Constrain
+    slots: jax.Array | None = None
+    attend_length: int = 0
+    causal: bool = False
+    alone: bool = True
+
+    def sight(self, windowed: bool | jax.Array) -> Sight:
+        """That of a layer; `windowed` may be traced, where layers are scanned."""
+        if self.windowed is None or windowed is False:
+            return self.whole
+        if windowed is True:
+            return self.windowed
+        near, far = self.windowed, self.whole
+        pairs = ((near.cos, far.cos), (near.sin, far.sin), (near.mask, far.mask))
+        return Sight(*(jnp.where(windowed, *pair) for pair in pairs))
+
+
+@dataclasses.dataclass(frozen=True)
+class Declare:
+    """Declares the weights of one module; `layers` > 0 puts an axis for scanned layers in front."""
+
+    dtype: str
+    layers: int = 0
+
+    def __call__(
+        self, shape: tuple[int, ...], axes: tuple[str | None, ...], *, mean: float = 0.0, std: float
+    ) -> nnx.Param:
+        """A weight without a value; initial values are normal with `mean` and `std`."""
+        if self.layers:
+            shape, axes = (self.layers, *shape), ("layers", *axes)
+        abstract = jax.ShapeDtypeStruct(shape, jnp.dtype(self.dtype))
+        # Not eager: logical names are no mesh axes, and the mesh is not known here.
+        return nnx.Param(abstract, out_sharding=axes, eager_sharding=False, mean=mean, std=std)
+
+
+class RMSNorm(nnx.Module):
+    """Zhang & Sennrich 2019, eq. 4, over the last axis; computed in float32.
+
+    With `config.norm_offset` the stored scale is what is added to 1.
+    """
+
+    def __init__(self, width: int, config: ModelConfig, declare: Declare):
+        self.eps = config.norm_eps
+        self.offset = 1.0 if config.norm_offset else 0.0
+        # Not split: gathering a few numbers for each use would cost more than it saves.
+        self.scale = declare((width,), (None,), mean=1.0 - self.offset, std=0.0)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x [..., D] -> [..., D] in the dtype of x."""
+        wide = x.astype(jnp.float32)
+        rms = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        scale = self.scale[...].astype(jnp.float32) + self.offset
+        return (wide * rms * scale).astype(x.dtype)
+
+
+class Adapter(nnx.Module):
+    """Low-rank change of a product: alpha/rank * B(A(x)). Hu et al. 2021, "LoRA", section 4.1.
+
+    A [r, *inputs] begins random with the variance of PyTorch's linear layers, B [*outputs, r] at 0,
+    so that training starts from the model as it is.
+    """
+
+    def __init__(
+        self,
+        outputs: dict[str, int],
+        inputs: dict[str, int],
+        config: ModelConfig,
+        declare: Declare,
+    ):
+        rank = config.lora_rank
+        std = (3 * math.prod(inputs.values())) ** -0.5
+        self.a = declare((rank, *inputs.values()), (None, *inputs), std=std)
+        self.b = declare((*outputs.values(), rank), (*outputs, None), std=0.0)
+        self.factor = config.lora_alpha / rank
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x [B, T, I] -> [B, T, O]."""
+        a, b = self.a[...], self.b[...]
+        inner = linear(x, a.reshape(a.shape[0], -1))
+        return self.factor * linear(inner, b.reshape(-1, b.shape[-1]))
+
+
+class Projections(nnx.Module):
+    """Base of modules whose weights are linear maps, each with an adapter if the config wants."""
+
+    def declare_map(
+        self,
+        name: str,
+        outputs: dict[str, int],
+        inputs: dict[str, int],
+        config: ModelConfig,
+        declare: Declare,
+        *,
+        std: float | None = None,
+    ) -> None:
+        """Set the weight `name` [*outputs, *inputs] (logical axis -> size), and its adapter."""
+        std = math.prod(inputs.values()) ** -0.5 if std is None else std
+        shape, axes = (*outputs.values(), *inputs.values()), (*outputs, *inputs)
+        setattr(self, name, declare(shape, axes, std=std))
+        if config.lora_rank and name in config.lora_targets:
+            setattr(self, f"{name}_lora", Adapter(outputs, inputs, config, declare))
+
+    def project(self, name: str, x: jax.Array) -> jax.Array:
+        """x [B, T, I] -> [B, T, O], outputs and inputs flattened."""
+        weight = getattr(self, name)[...]
+        y = linear(x, weight.reshape(-1, x.shape[-1]))
+        adapter = getattr(self, f"{name}_lora", None)
+        return y if adapter is None else y + adapter(x)
+
+
+class MLP(Projections):
+    """SwiGLU or GeGLU: Shazeer 2020, "GLU Variants Improve Transformer", eq. 6."""
+
+    def __init__(self, config: ModelConfig, declare: Declare):
+        embed, mlp = {"embed": config.d_model}, {"mlp": config.mlp_dim}
+        self.declare_map("gate", mlp, embed, config, declare)
+        self.declare_map("up", mlp, embed, config, declare)
+        # 2 * n_layers outputs add up in the residual stream: each gets its share of the variance.
+        std = (config.mlp_dim * 2 * config.n_layers) ** -0.5
+        self.declare_map("down", embed, mlp, config, declare, std=std)
+        self.activation = config.activation
+
+    def __call__(self, x: jax.Array, context: Context) -> jax.Array:
+        """x [B, T, D] -> [B, T, D]."""
+        inner = ACTIVATIONS[self.activation](self.project("gate", x)) * self.project("up", x)
+        return self.project("down", context.constrain(inner, ("batch", "length", "mlp")))
