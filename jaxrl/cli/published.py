@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from jaxrl.inference.driver import Driver
+from jaxrl.models.lora import split_frozen
 from jaxrl.observe.logger import setup_logging
 from jaxrl.orchestration.run_dir import RunDir
 from jaxrl.orchestration.samplers import make_driver
@@ -26,7 +27,9 @@ def load_published(args: Any) -> tuple[Parts, Any, WeightVersion]:
     parts = Parts(args.config)
     store = WeightStore(RunDir(args.options.run).weights, read_only=True)
     wanted = None if args.options.version < 0 else args.options.version
-    params, version = store.restore(wanted, parts.model.abstract, parts.model.shardings(parts.mesh))
+    frozen = split_frozen(parts.initial_params())[1] if args.config.model.lora_rank else None
+    shardings = parts.model.shardings(parts.mesh)
+    params, version = store.restore(wanted, parts.model.abstract, shardings, frozen=frozen)
     return parts, params, version
 
 

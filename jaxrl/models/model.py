@@ -76,20 +76,30 @@ def build_model(config: ModelConfig) -> Model:
 
 
 def init_params(
-    model: Model, seed: int, *, mesh: Mesh | None = None, rules: Rules = DEFAULT_RULES
+    model: Model,
+    seed: int,
+    *,
+    mesh: Mesh | None = None,
+    rules: Rules = DEFAULT_RULES,
+    given: Params | None = None,
 ) -> Params:
     """Random initial weights on `mesh` (on the default device without one).
 
-    The numbers depend on `seed` and the name of the weight alone: not on the mesh, the backend, or
-    whether layers are scanned. They are drawn on the host, one weight at a time, because compiling
-    a generator for every shape takes longer than the drawing.
+    Weights in `given`, a part of the tree, are taken as they are: of a model with adapters, those
+    that it starts from. The numbers depend on `seed` and the name of the weight alone: not on the
+    mesh, the backend, or whether layers are scanned. They are drawn on the host, one weight at a
+    time, because compiling a generator for every shape takes longer than the drawing.
     """
     shardings = None if mesh is None else model.shardings(mesh, rules)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(model.abstract)
     initial = treedef.flatten_up_to(model.initial)
     targets = [None] * len(leaves) if mesh is None else treedef.flatten_up_to(shardings)
+    there = {} if given is None else dict(jax.tree_util.tree_leaves_with_path(given))
     weights = []
     for (path, leaf), (mean, std), target in zip(leaves, initial, targets, strict=True):
+        if path in there:
+            weights.append(there[path])
+            continue
         names = [key.key for key in path]
         value = _draw(names, leaf.shape, mean, std, seed, model.config.scan_layers)
         value = value.astype(leaf.dtype)

@@ -22,6 +22,7 @@ from jax.sharding import Mesh
 
 from jaxrl.config.published import family_of, published_record
 from jaxrl.errors import CheckpointError, OutputError
+from jaxrl.models.lora import merge_adapters
 from jaxrl.models.model import Model, Params
 from jaxrl.sharding import DEFAULT_RULES, Rules
 
@@ -76,12 +77,14 @@ def load_params(
 def save_params(folder: str | os.PathLike[str], model: Model, params: Params) -> Path:
     """Write config.json and model.safetensors for other libraries; returns the weights' path.
 
-    The model is gathered on the host. Readers see the old file or the new one, never half of one.
+    Adapters are merged into the weights that they change. The model is gathered on the host.
+    Readers see the old file or the new one, never half of one.
     Raises `OutputError`.
     """
     from safetensors.numpy import save_file
 
     folder = Path(folder)
+    model, params = merge_adapters(model, params)
     tensors: dict[str, np.ndarray] = {}
     name_of = _Names(model.config)
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):

@@ -57,7 +57,7 @@ def save_checkpoint(session: Session, engine: TrainEngine, place: Place) -> None
         "seed": session.config.seed,
     }
     session.note_checkpoint(wait=True)
-    session.checkpoints.save(number, engine.state, meta)
+    session.checkpoints.save(number, engine.state, meta, frozen=engine.frozen)
     session.checkpoint_begun(number, place.phase)
 
 
@@ -90,7 +90,8 @@ def restore_engine(session: Session, engine: TrainEngine, place: Place) -> None:
     """
     number = place.version.number
     try:
-        state, _ = session.checkpoints.restore(engine.abstract_state, number)
+        checkpoints = session.checkpoints
+        state, _ = checkpoints.restore(engine.abstract_state, number, frozen=engine.frozen)
     except CheckpointError as error:
         earlier = [step for step in session.checkpoints.steps() if step < number]
         if not earlier:

@@ -12,7 +12,6 @@ import numpy as np
 from jaxrl.config import ExperimentConfig
 from jaxrl.errors import ConfigError, JaxrlError
 from jaxrl.inference.driver import Driver
-from jaxrl.models.model import init_params
 from jaxrl.observe import names
 from jaxrl.observe.logger import get_logger
 from jaxrl.observe.plots import plot_metrics
@@ -37,7 +36,7 @@ from jaxrl.train.engine import TrainEngine
 from jaxrl.train.objectives import grpo_objective
 from jaxrl.train.optimizer import make_optimizer
 from jaxrl.types import TrajectoryBatch, TrajectoryGroup, WeightVersion
-from jaxrl.weights.exchange import copy_to, publish
+from jaxrl.weights.exchange import publish, snapshot
 
 _LOGGER = get_logger("orchestration")
 
@@ -150,7 +149,7 @@ class RLTrainer:
             params, start = self._cold_start()
             place, resuming = Place("rl", start, {}, start.number), False
         else:
-            params, resuming = init_params(self.parts.model, 0, mesh=self.parts.mesh), True
+            params, resuming = self.parts.placeholder_params(), True
         self._engine = self._make_engine(params, place.rl_start)
         if resuming:
             restore_engine(self.session, self._engine, place)
@@ -190,10 +189,11 @@ class RLTrainer:
         if not self.config.algorithm.kl_coef:
             return None
         if self.updates == 0:
-            return copy_to(self._engine.params)
+            return snapshot(self._engine.params)
         shardings = self.parts.model.shardings(self.parts.mesh)
-        start = self._place.rl_start
-        return self.session.store.restore(start, self.parts.model.abstract, shardings)[0]
+        start, abstract = self._place.rl_start, self.parts.model.abstract
+        frozen = self._engine.frozen
+        return self.session.store.restore(start, abstract, shardings, frozen=frozen)[0]
 
     def _make_collector(self) -> Collector:
         rollout = self.config.rollout

@@ -21,6 +21,7 @@ from jaxrl.data.examples import load_examples
 from jaxrl.data.prompts import PromptStream, eval_prompts
 from jaxrl.data.tokenizers import Tokenizer, load_tokenizer
 from jaxrl.errors import CheckpointError, ConfigError
+from jaxrl.models.lora import base_model
 from jaxrl.models.model import Model, build_model, init_params
 from jaxrl.models.safetensors import check_folder, load_params
 from jaxrl.observe.logger import get_logger, setup_logging
@@ -66,7 +67,7 @@ class Parts:
         except ValueError as error:
             raise ConfigError(str(error)) from None
         if model.weights:
-            check_folder(model.weights, self.model)
+            check_folder(model.weights, base_model(self.model))
         shards, slots = self.row_shards, config.rollout.slots
         rule = f"a multiple of mesh.data x mesh.fsdp = {shards}"
         demand(slots % shards == 0, "rollout.slots", slots, rule)
@@ -86,10 +87,20 @@ class Parts:
         return build_model(dataclasses.replace(self.config.model, vocab_size=size))
 
     def initial_params(self) -> Any:
-        """The weights that training starts from: published ones, or random ones of the seed."""
-        if self.config.model.weights:
-            return load_params(self.config.model.weights, self.model, mesh=self.mesh)
-        return init_params(self.model, self.config.seed, mesh=self.mesh)
+        """The weights that training starts from: published ones, or random ones of the seed.
+
+        Adapters are always of the seed; what they belong to stays as it is here.
+        """
+        weights, given = self.config.model.weights, None
+        if weights:
+            given = load_params(weights, base_model(self.model), mesh=self.mesh)
+        return init_params(self.model, self.config.seed, mesh=self.mesh, given=given)
+
+    def placeholder_params(self) -> Any:
+        """Weights whose trained part a checkpoint is about to replace."""
+        if self.config.model.lora_rank:
+            return self.initial_params()
+        return init_params(self.model, 0, mesh=self.mesh)
 
     @functools.cached_property
     def mesh(self) -> Mesh:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.errors import CheckpointError
+from jaxrl.models.lora import join_frozen
 from jaxrl.train.state import TrainState
 from jaxrl.types import WeightVersion
 from jaxrl.weights import disk
@@ -46,12 +47,14 @@ class CheckpointStore:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def save(self, step: int, state: TrainState, meta: Mapping[str, Any]) -> None:
+    def save(
+        self, step: int, state: TrainState, meta: Mapping[str, Any], *, frozen: Any = None
+    ) -> None:
         """Save `state` and `meta` as `step`; the disk is written in the background.
 
         The state is copied on its devices first, so the caller may go on and donate it. An earlier
         save is waited for. If `meta["version"]` is `{"number": …, "digest": …}`, the params must
-        have that digest.
+        have that digest, together with the `frozen` weights, which are not written.
 
         Raises `WeightVersionError` if they have not, `ValueError` if `meta` is not JSON,
         `CheckpointError` if the step exists, and `OutputError` if this or the last save cannot be
@@ -63,7 +66,7 @@ class CheckpointStore:
             raise CheckpointError(f"{self.path} already holds a checkpoint of step {step}")
         version = _version_of(meta)
         if version is not None:
-            verify(state.params, version, source="params to be saved")
+            verify(join_frozen(state.params, frozen), version, source="params to be saved")
         record = _to_json(step, state, meta)
         disk.make_folder(self.path)
         self._write(step, copy_to(state), record)
@@ -101,12 +104,13 @@ class CheckpointStore:
         return self._record(self._resolve(step))["meta"]
 
     def restore(
-        self, state_like: TrainState, step: int | None = None
+        self, state_like: TrainState, step: int | None = None, *, frozen: Any = None
     ) -> tuple[TrainState, dict[str, Any]]:
         """Read `step` (None: the latest) -> (state, meta), verified bit for bit.
 
         `state_like` holds arrays or `jax.ShapeDtypeStruct` whose shardings the result takes
-        (`TrainEngine.abstract_state`); it may be another mesh than the one that saved.
+        (`TrainEngine.abstract_state`); it may be another mesh than the one that saved. `frozen` as
+        in `save`.
 
         Raises `CheckpointError` for a step that is missing (listing those that exist), damaged or
         does not fit `state_like` (naming tensors and both shapes), and `WeightVersionError` if the
@@ -119,7 +123,8 @@ class CheckpointStore:
         state = self._read(folder, disk.with_shardings(state_like, None))
         version = _version_of(record["meta"])
         if version is not None:
-            verify(state.params, version, source=str(folder))
+            source = f"{folder} with the frozen weights" if frozen else str(folder)
+            verify(join_frozen(state.params, frozen), version, source=source)
         digest = compute_digest(state)
         if digest != record["digest"]:
             raise CheckpointError(

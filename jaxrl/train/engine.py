@@ -12,6 +12,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxrl.models.lora import join_frozen, split_frozen
 from jaxrl.models.model import Model
 from jaxrl.sharding import DEFAULT_RULES, Rules, make_mesh
 from jaxrl.train.objectives import Objective
@@ -28,7 +29,8 @@ _ROWS = (None, "batch", "length")  # logical axes of the arrays [M, R/M, T] of a
 class TrainEngine:
     """Weights and optimizer state on `mesh` (None: the first device), changed by `update` only.
 
-    `params` are copied at the door, so the caller's stay valid. `version` is the number of the
+    Of a model with adapters only these are trained. What is trained of `params` is copied at the
+    door, so the caller's stay valid. `version` is the number of the
     weights that come in. Raises `ValueError` if the mesh cannot split the model, and
     `CheckpointError` if `params` are not those of `model`.
     """
@@ -52,8 +54,12 @@ class TrainEngine:
         self.mesh = make_mesh(devices=jax.local_devices()[:1]) if mesh is None else mesh
         self.micro_batches = micro_batches
         self._version = version
-        self._shardings = _state_shardings(model, optimizer, self.mesh, rules)
-        self._state = self._initial_state(params, optimizer)
+        trained_like, _ = split_frozen(model.abstract)
+        trained_to, frozen_to = split_frozen(model.shardings(self.mesh, rules))
+        trained, frozen = split_frozen(params)
+        self._shardings = _state_shardings(trained_like, trained_to, optimizer, self.mesh)
+        self._state = self._initial_state(trained, optimizer)
+        self._frozen = jax.device_put(frozen, frozen_to)
         step = make_step(
             model,
             optimizer,
@@ -77,8 +83,14 @@ class TrainEngine:
 
     @property
     def params(self) -> Any:
-        """The weights. The next `update` donates them; `weights.exchange` makes copies."""
-        return self._state.params
+        """All weights. The next `update` donates those it trains; `weights.exchange` makes
+        copies."""
+        return join_frozen(self._state.params, self._frozen)
+
+    @property
+    def frozen(self) -> Any:
+        """The weights that are not trained: all but the adapters, or none."""
+        return self._frozen
 
     @property
     def abstract_state(self) -> TrainState:
@@ -111,7 +123,7 @@ class TrainEngine:
         if missing:
             raise ValueError(f"the objective needs {', '.join(missing)} in extras")
         arrays = self._place({**batch.arrays(), **extras})
-        self._state, metrics = self._update(self._state, arrays)
+        self._state, metrics = self._update(self._state, self._frozen, arrays)
         self._version += 1
         return metrics
 
@@ -180,14 +192,13 @@ class TrainEngine:
         return jax.device_put(micro, sharding)
 
 
-def _state_shardings(model: Model, optimizer: Any, mesh: Mesh, rules: Rules) -> TrainState:
-    """Moments lie where their weights do; everything else of the optimizer is on every device."""
-    params = model.shardings(mesh, rules)
+def _state_shardings(abstract: Any, params: Any, optimizer: Any, mesh: Mesh) -> TrainState:
+    """Moments lie where their weights do, `params`; everything else is on every device."""
     replicated = NamedSharding(mesh, PartitionSpec())
     opt_state = optax.tree_utils.tree_map_params(
         optimizer,
         lambda leaf, sharding: sharding,
-        jax.eval_shape(optimizer.init, model.abstract),
+        jax.eval_shape(optimizer.init, abstract),
         params,
         transform_non_params=lambda leaf: replicated,
     )

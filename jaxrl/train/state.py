@@ -8,7 +8,7 @@ import jax
 
 
 class TrainState(NamedTuple):
-    """Weights, the optimizer's state, and the number of updates done (int32 scalar).
+    """Trained weights, the optimizer's state, and the number of updates done (int32 scalar).
 
     The jitted step donates it: after an update the arrays of the state before are gone.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,13 +11,14 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
+from jaxrl.models.lora import join_frozen
 from jaxrl.models.model import Model
 from jaxrl.sharding import Rules
 from jaxrl.train.objectives import Batch, Metrics, Objective
 from jaxrl.train.optimizer import Optimizer
 from jaxrl.train.state import TrainState
 
-Step = Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
+Step = Callable[[TrainState, Any, Batch], tuple[TrainState, dict[str, jax.Array]]]
 
 
 def make_step(
@@ -28,22 +30,28 @@ def make_step(
     rules: Rules,
     param_shardings: Any,
 ) -> Step:
-    """(state, batch of [M, R/M, T]) -> (new state, metrics); to be jitted, the state donated.
+    """(state, frozen weights, batch of [M, R/M, T]) -> (new state, metrics); to be jitted, the
+    state donated.
 
-    M micro-batches are worked through one after the other. If the loss or the gradient is not
-    finite, the state comes back as it was and the metric "nonfinite" is 1.
+    `param_shardings` are those of the weights that are trained. M micro-batches are worked through
+    one after the other. If the loss or the gradient is not finite, the state comes back as it was
+    and the metric "nonfinite" is 1.
     """
 
-    def value_and_grad(params: Any, batch: Batch) -> tuple[Any, Metrics]:
-        def loss(params: Any) -> tuple[jax.Array, Metrics]:
+    def value_and_grad(frozen: Any, trained: Any, batch: Batch) -> tuple[Any, Metrics]:
+        def loss(trained: Any) -> tuple[jax.Array, Metrics]:
+            params = join_frozen(trained, frozen)
             return objective(model, params, batch, mesh=mesh, rules=rules)
 
-        grads, metrics = jax.grad(loss, has_aux=True)(params)
+        grads, metrics = jax.grad(loss, has_aux=True)(trained)
         # Gradients are left where their weights are: a reduce-scatter instead of an all-reduce.
         return jax.lax.with_sharding_constraint(grads, param_shardings), metrics
 
-    def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-        grads, parts = accumulate(value_and_grad, state.params, batch)
+    def step(
+        state: TrainState, frozen: Any, batch: Batch
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        gradients = functools.partial(value_and_grad, frozen)
+        grads, parts = accumulate(gradients, state.params, batch)
         grad_norm = optax.tree.norm(grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import Sharding
 
+from jaxrl.models.lora import join_frozen, split_frozen
 from jaxrl.sharding import reshard
 from jaxrl.types import WeightVersion
 from jaxrl.weights.digest import stamp
@@ -29,8 +30,15 @@ def publish(
 ) -> tuple[Any, WeightVersion]:
     """The weights as version `number`: (a copy as from `copy_to`, its version with the digest).
 
-    The digest is that of the source; whoever receives the copy recomputes it there.
+    Frozen weights are no copies in the same layout: nobody donates them. The digest is that of the
+    source; whoever receives the copy recomputes it there.
     """
     # The copy is dispatched first, so that devices are busy while the host waits for the digest.
-    copy = copy_to(params, shardings)
+    copy = snapshot(params) if shardings is None else copy_to(params, shardings)
     return copy, stamp(params, number)
+
+
+def snapshot(params: Any) -> Any:
+    """A copy of `params` that outlives the next update: of what is trained, in the same layout."""
+    trained, frozen = split_frozen(params)
+    return join_frozen(copy_to(trained), frozen)

@@ -19,6 +19,7 @@ import jax
 from jax.sharding import Sharding
 
 from jaxrl.errors import CheckpointError, WeightVersionError
+from jaxrl.models.lora import holds_adapters, join_frozen, split_frozen
 from jaxrl.types import WeightVersion
 from jaxrl.weights import disk
 from jaxrl.weights.digest import verify
@@ -60,6 +61,8 @@ class WeightStore:
     ) -> bool:
         """Write `params` as `version`; returns when they are on disk. False: they already were.
 
+        Of a model with adapters only these are written; the digest is that of all weights.
+
         Raises `WeightVersionError` if the digest of `params` is not that of `version`, or if the
         number is taken by other weights; `OutputError` if the directory cannot be written;
         `ValueError` if `metadata` is not JSON.
@@ -76,9 +79,10 @@ class WeightStore:
                 )
             return False
         verify(params, version, source="weights to be published")
-        record = _to_json(version, disk.tensors_of(params), dict(metadata or {}))
+        trained, _ = split_frozen(params)
+        record = _to_json(version, disk.tensors_of(trained), dict(metadata or {}))
         self._prepare()
-        self._write(version.number, params, record)
+        self._write(version.number, trained, record)
         return True
 
     def restore(
@@ -86,12 +90,15 @@ class WeightStore:
         number: int | None = None,
         abstract: Any = None,
         shardings: Any | Sharding | None = None,
+        *,
+        frozen: Any = None,
     ) -> tuple[Any, WeightVersion]:
         """Read version `number` (None: the latest) -> (params, version), with the digest verified.
 
         `abstract` is the tree of `jax.ShapeDtypeStruct` (or arrays) that the model expects; None
         takes what is stored, as nested dicts. `shardings` is a tree of them, one for all, or None:
-        those of `abstract`, else the first device.
+        those of `abstract`, else the first device. If the version holds only adapters, `abstract`
+        and `shardings` are those of the whole model, and `frozen` are the weights they belong to.
 
         Raises `CheckpointError` for a version that is missing (listing those that exist), damaged,
         or does not fit `abstract` (naming tensors and both shapes), and `WeightVersionError` if the
@@ -102,10 +109,19 @@ class WeightStore:
         folder = self.path / str(number)
         if abstract is None:
             abstract = _nested(stamp.tensors)
-        disk.check_tensors(stamp.tensors, disk.tensors_of(abstract), str(folder))
-        target = disk.with_shardings(abstract, shardings)
-        params = self._read(folder, target)
-        verify(params, stamp.version, source=str(folder))
+        wanted, rest = split_frozen(abstract)
+        if holds_adapters(stamp.tensors) and not (rest and frozen):
+            raise CheckpointError(
+                f"{folder} holds adapters only: `abstract` must be that of the whole model, and "
+                "`frozen` the weights that the adapters belong to"
+            )
+        if shardings is not None and not isinstance(shardings, Sharding):
+            shardings, _ = split_frozen(shardings)
+        disk.check_tensors(stamp.tensors, disk.tensors_of(wanted), str(folder))
+        target = disk.with_shardings(wanted, shardings)
+        source = f"{folder} with the frozen weights" if rest else str(folder)
+        params = join_frozen(self._read(folder, target), frozen if rest else {})
+        verify(params, stamp.version, source=source)
         return params, stamp.version
 
     def stamp(self, number: int) -> Stamp:
