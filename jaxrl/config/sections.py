@@ -40,7 +40,9 @@ class ModelConfig:
     max_length: int = common(
         512, "longest sequence in tokens, prompt and completion together", rules.at_least(2)
     )
-    weights: str = common("", "folder of published weights to start from; empty: random ones")
+    weights: str = common(
+        "", "folder or GGUF file of published weights to start from; empty: random ones"
+    )
     rope_theta: float = rare(10000.0, "base of the rotary frequencies", rules.above(0))
     rope_scaling: dict[str, Any] = rare(
         dict,
@@ -125,7 +127,9 @@ class DataConfig:
         rules.template(),
     )
     tokenizer: str = common(
-        "chars", 'tokenizer: "chars", "bytes", or path of a tokenizer.json', rules.non_empty()
+        "chars",
+        'tokenizer: "chars", "bytes", or path of a tokenizer.json or GGUF file',
+        rules.non_empty(),
     )
     max_prompt_tokens: int = common(
         128, "longest prompt in tokens; longer ones are an error", rules.at_least(1)
