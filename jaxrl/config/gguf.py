@@ -53,7 +53,14 @@ def gguf_model(path: str | os.PathLike[str], **changes: Any) -> ModelConfig:
         if (value := values.get(key, allowed)) != allowed:
             raise ConfigError(f"{path}: {family}.{key}={value!r} must be {allowed!r}")
     fields = {**_sizes(values), **_rope(values), **_FAMILIES[family]}
-    return ModelConfig(**{**fields, "weights": os.fspath(path), **changes})
+    config = ModelConfig(**{**fields, "weights": os.fspath(path), **changes})
+    # A window that no sequence outgrows changes nothing.
+    if values.get("attention.sliding_window", 0) != 0:
+        window = values.whole("attention.sliding_window")
+        if window < config.max_length:
+            rule = f"at least model.max_length={config.max_length}"
+            values.refuse("attention.sliding_window", str(window), rule)
+    return config
 
 
 class _Values:
@@ -115,11 +122,6 @@ def _sizes(values: _Values) -> dict[str, Any]:
         "norm_eps": values.number("attention.layer_norm_rms_epsilon"),
         "tie_embeddings": "output.weight" not in tensors,
     }
-    # A window that no sequence outgrows changes nothing.
-    if values.get("attention.sliding_window", 0) != 0:
-        window = values.whole("attention.sliding_window")
-        if window < sizes["max_length"]:
-            values.refuse("attention.sliding_window", str(window), "absent or 0")
     _check_sizes(values.header, sizes)
     return sizes
 

@@ -147,10 +147,11 @@ def _check_rope(header: GgufHeader, model: Model) -> None:
         found = rope_factors(header)
     except ConfigError as error:
         raise CheckpointError(str(error)) from None
-    want = np.ones(config.head_dim // 2, np.float32)
+    ours = np.ones(config.head_dim // 2, np.float32)
     if config.rope_scaling:
-        want = 1 / frequency_factors(config.head_dim, config.rope_theta, config.rope_scaling)
-    if found.shape != want.shape or not np.allclose(found, want, rtol=1e-4, atol=0):
+        ours = frequency_factors(config.head_dim, config.rope_theta, config.rope_scaling)
+    # The file divides by its numbers what we multiply by ours.
+    if found.shape != ours.shape or not np.allclose(found * ours, 1, rtol=1e-4, atol=0):
         raise CheckpointError(
             f"{header.path}: {ROPE_FACTORS!r} holds other factors than "
             f"model.rope_scaling={config.rope_scaling!r} and model.rope_theta={config.rope_theta} "

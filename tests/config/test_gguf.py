@@ -91,6 +91,12 @@ def test_published_model_reads_what_files_may_say_or_leave_out(
     assert getattr(config, field) == value
 
 
+def test_published_model_with_sequences_within_the_window_is_accepted(write):
+    path = write(tiny({"llama.attention.sliding_window": 8}))
+
+    assert published_model(path, max_length=8).max_length == 8
+
+
 def test_published_model_of_other_families(write):
     def renamed(family):
         keys = {key.replace("llama", family): v for key, v in gguf_files.TINY.items()}
@@ -108,7 +114,10 @@ def test_published_model_of_other_families(write):
         ({"general.architecture": None}, "general.architecture=None must be one of"),
         ({"split.count": 3}, "is one of 3 parts; merge them"),
         ({"llama.expert_count": 8}, "llama.expert_count=8 must be 0"),
-        ({"llama.attention.sliding_window": 8}, "sliding_window is 8, must be absent or 0"),
+        (
+            {"llama.attention.sliding_window": 8},
+            "window is 8, must be at least model.max_length=16",
+        ),
         ({"llama.rope.scaling.type": "yarn"}, "rope.scaling.type is 'yarn', must be 'none' or"),
         ({"llama.rope.dimension_count": 4}, "rope.dimension_count is 4, must be 2"),
         ({"llama.rope.freq_base": float("nan")}, "rope.freq_base is nan, must be a positive"),

@@ -98,7 +98,7 @@ def test_real_logits_and_log_probabilities_equal_those_of_transformers(ours, the
     logp = np.asarray(jax.nn.log_softmax(logits, -1))
     np.testing.assert_allclose(logp, torch.log_softmax(want, -1).numpy(), rtol=0, atol=2e-4)
     # A model of English, not noise: it gives the next token of the text a fair probability.
-    assert logp[np.arange(len(ids) - 1), ids[1:]].mean() > -3.5
+    assert logp[np.arange(len(ids) - 1), ids[1:]].mean() > -5
 
 
 def test_real_template_asks_and_the_model_knows_the_capital_of_france(path, ours):
