@@ -17,6 +17,8 @@ from jaxrl.config.families.mixtral import MIXTRAL
 from jaxrl.config.families.qwen2 import QWEN2
 from jaxrl.config.families.qwen3 import QWEN3
 from jaxrl.config.families.qwen3_moe import QWEN3_MOE
+from jaxrl.config.gguf import gguf_model
+from jaxrl.config.gguf_header import is_gguf
 from jaxrl.config.sections import ModelConfig
 from jaxrl.config.serialize import read_text
 from jaxrl.errors import ConfigError
@@ -55,9 +57,12 @@ def published_model(folder: str | os.PathLike[str], **changes: Any) -> ModelConf
 
     >>> published_model("SmolLM2-135M", max_length=512)  # doctest: +SKIP
 
-    `weights` is set to the folder, so that a run starts from them. Raises `ConfigError` for a
-    family or a feature that the decoder does not compute.
+    `folder` may also be a GGUF file (its name ends in .gguf). `weights` is set to the folder or
+    file, so that a run starts from them. Raises `ConfigError` for a family or a feature that the
+    decoder does not compute.
     """
+    if is_gguf(folder):
+        return gguf_model(folder, **changes)
     path = Path(folder) / "config.json"
     record = _read(path)
     try:

@@ -41,7 +41,9 @@ class ModelConfig:
     max_length: int = common(
         512, "longest sequence in tokens, prompt and completion together", rules.at_least(2)
     )
-    weights: str = common("", "folder of published weights to start from; empty: random ones")
+    weights: str = common(
+        "", "folder or GGUF file of published weights to start from; empty: random ones"
+    )
     lora_rank: int = common(
         0, "rank of the adapters that are trained", rules.at_least(0, "0: all weights are trained")
     )
@@ -186,7 +188,9 @@ class DataConfig:
         rules.template(),
     )
     tokenizer: str = common(
-        "chars", 'tokenizer: "chars", "bytes", or path of a tokenizer.json', rules.non_empty()
+        "chars",
+        'tokenizer: "chars", "bytes", or path of a tokenizer.json or GGUF file',
+        rules.non_empty(),
     )
     max_prompt_tokens: int = common(
         128, "longest prompt in tokens; longer ones are an error", rules.at_least(1)

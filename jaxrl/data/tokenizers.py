@@ -1,4 +1,4 @@
-"""Tokenizers: two that need no files, and any `tokenizer.json`."""
+"""Tokenizers: two that need no files, any `tokenizer.json`, and those of GGUF files."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 
 import tokenizers
 
+from jaxrl.config.gguf_header import is_gguf
+from jaxrl.data.gguf_tokenizer import gguf_tokenizer
 from jaxrl.errors import DataError
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
@@ -113,23 +115,27 @@ class Tokenizer:
 
 
 def load_tokenizer(spec: str) -> Tokenizer:
-    """ "chars", "bytes", or the path of a tokenizer.json (or of the folder that holds it).
+    """ "chars", "bytes", or the path of a tokenizer.json, its folder, or a GGUF file.
 
     chars: 99 ids, one for each printable ASCII character and newline. bytes: 259 ids, one for each
     byte of the UTF-8 text. Both have pad 0, bos 1, eos 2. For files, eos, bos and pad come from
-    tokenizer_config.json beside the file, else from well-known names; pad falls back to eos.
+    tokenizer_config.json beside the file, else from well-known names (those of a GGUF file from
+    its metadata); pad falls back to eos.
     Raises `DataError`.
     """
     if spec == "chars":
         return _built_in("chars", _chars())
     if spec == "bytes":
         return _built_in("bytes", _bytes())
+    if is_gguf(spec):
+        inner, ids = gguf_tokenizer(spec)
+        return Tokenizer(inner, spec, pad_id=ids["pad"], eos_id=ids["eos"], bos_id=ids["bos"])
     path = Path(spec)
     path = path / "tokenizer.json" if path.is_dir() else path
     if not path.is_file():
         raise DataError(
-            f"tokenizer={spec!r} must be 'chars', 'bytes' or the path of a tokenizer.json; "
-            f"there is no file {str(path)!r}"
+            f"tokenizer={spec!r} must be 'chars', 'bytes' or the path of a tokenizer.json or of a "
+            f"GGUF file; there is no file {str(path)!r}"
         )
     try:
         inner = tokenizers.Tokenizer.from_file(str(path))

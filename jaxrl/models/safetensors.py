@@ -20,8 +20,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxrl.config.gguf_header import is_gguf
 from jaxrl.config.published import family_of, published_record
 from jaxrl.errors import CheckpointError, OutputError
+from jaxrl.models.gguf import check_gguf, load_gguf
 from jaxrl.models.lora import merge_adapters
 from jaxrl.models.model import Model, Params
 from jaxrl.sharding import DEFAULT_RULES, Rules
@@ -41,7 +43,12 @@ _OUTSIDE = {
 
 
 def check_folder(folder: str | os.PathLike[str], model: Model) -> None:
-    """Raise `CheckpointError` unless the tensors in `folder` are the model's; reads headers."""
+    """Raise `CheckpointError` unless the tensors in `folder` are the model's; reads headers.
+
+    `folder` may also be a GGUF file.
+    """
+    if is_gguf(folder):
+        return check_gguf(folder, model)
     with _Tensors(Path(folder)) as tensors:
         tensors.check(model)
 
@@ -57,7 +64,10 @@ def load_params(
 
     Raises `CheckpointError`, before any weight is read, for a file that is missing or damaged and
     for tensors that are missing, unknown, in two files, or of another shape, naming each.
+    `folder` may also be a GGUF file.
     """
+    if is_gguf(folder):
+        return load_gguf(folder, model, mesh=mesh, rules=rules)
     with _Tensors(Path(folder)) as tensors:
         tensors.check(model)
         one = jax.sharding.SingleDeviceSharding(jax.devices()[0])

@@ -7,7 +7,9 @@ import asyncio
 import inspect
 import json
 import re
+from pathlib import Path
 
+import gguf_files
 import jax
 import numpy as np
 import pytest
@@ -111,14 +113,19 @@ def test_weights_page_example_runs(examples):
 
 
 def test_models_page_examples_run(examples):
-    config, in_and_out = examples("docs/models.md")
+    config, gguf_config, in_and_out = examples("docs/models.md")
     model = build_model(ModelConfig(**_MODEL, vocab_size=32, max_length=1024))
     save_params("models/my-llama", model, init_params(model, 0))
 
+    file = Path("models/SmolLM2-135M-Instruct.Q4_1.gguf")
+    file.write_bytes(gguf_files.tiny())
+
     loaded = run(config)["get_config"]()
+    from_gguf = run(gguf_config)["get_config"]()
     run(in_and_out, model=model, mesh=make_mesh(data=4, tensor=2))
 
     assert loaded.model.weights == "models/my-llama"
+    assert from_gguf.model.weights == from_gguf.data.tokenizer == str(file)
     assert published_model("models/trained", weights="") == model.config
 
 
