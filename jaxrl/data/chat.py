@@ -13,7 +13,7 @@ import numpy as np
 from jaxrl.data import chat_messages, model_files
 from jaxrl.data.chat_sandbox import compile_template, render_template
 from jaxrl.data.specials import Piece, encode_pieces
-from jaxrl.data.tokenizers import Tokenizer
+from jaxrl.data.tokenizers import BUILT_IN, Tokenizer
 from jaxrl.errors import DataError
 
 Message = Mapping[str, Any]
@@ -192,6 +192,11 @@ class ChatPrompts:
         """Token ids int32 [P] of the conversation, up to where the assistant answers."""
         return self.template.encode(self.messages(text), **self.variables)
 
+    def encode_reply(self, text: str) -> list[int]:
+        """Token ids of what the assistant answers, and of the token that ends its message."""
+        ids = encode_pieces([(text, False)], self.template.tokenizer, continues=True)
+        return [*ids, self.template.end_id]
+
 
 def load_chat_template(spec: str, tokenizer: Tokenizer) -> ChatTemplate:
     """The chat template of a model: `spec` is its folder, its tokenizer.json, or a GGUF file.
@@ -206,7 +211,7 @@ def load_chat_template(spec: str, tokenizer: Tokenizer) -> ChatTemplate:
 
         templates = {"default": source} if (source := gguf_chat_template(path)) else {}
         name, looked = spec, f"tokenizer.chat_template in the metadata of {spec}"
-    elif path.exists():
+    elif spec not in BUILT_IN and path.exists():
         folder = path if path.is_dir() else path.parent
         templates = model_files.chat_templates(folder)
         name = str(model_files.chat_file(folder))

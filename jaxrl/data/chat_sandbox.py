@@ -22,7 +22,7 @@ from jaxrl.data.chat_limits import STEP, Budget, TooMuch, budget, spending
 from jaxrl.data.chat_syntax import GenerationExtension, metered
 from jaxrl.errors import DataError
 
-LONGEST_SOURCE = 2**20
+LONGEST_SOURCE = 2**17
 """Characters of a template; the longest published ones have about 20 000."""
 
 _METHODS: tuple[tuple[Any, frozenset[str]], ...] = (

@@ -14,6 +14,7 @@ import tokenizers
 from jaxrl.data import model_files
 from jaxrl.errors import DataError
 
+BUILT_IN = ("chars", "bytes")
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
 CHARACTERS = "\n" + "".join(map(chr, range(0x20, 0x7F)))
 """The alphabet of "chars": newline and every printable ASCII character."""
@@ -190,10 +191,8 @@ def load_tokenizer(spec: str) -> Tokenizer:
     tokenizer_config.json beside the file, else from well-known names; pad falls back to eos. More
     stop ids come from generation_config.json. Raises `DataError`.
     """
-    if spec == "chars":
-        return _built_in("chars", _chars())
-    if spec == "bytes":
-        return _built_in("bytes", _bytes())
+    if spec in BUILT_IN:
+        return _built_in(spec, _chars() if spec == "chars" else _bytes())
     path = Path(spec)
     path = path / "tokenizer.json" if path.is_dir() else path
     if not path.is_file():

@@ -114,3 +114,14 @@ def chat_of(family: str, **changes) -> ChatTemplate:
     """The template of a family with such a tokenizer."""
     tokenizer = byte_tokenizer(family, **changes)
     return ChatTemplate(TEMPLATES[family], tokenizer, name=f"{family}.jinja")
+
+
+def beginning_tokenizer() -> Tokenizer:
+    """Characters, with a mark of a space before the first text and nowhere else."""
+    names = ["<s>", "</s>", "\u2581", "\n", *"ab[]</s>"]
+    inner = tokenizers.Tokenizer(
+        tokenizers.models.BPE({name: i for i, name in enumerate(dict.fromkeys(names))}, [])
+    )
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first")
+    inner.add_special_tokens(["<s>", "</s>"])
+    return Tokenizer(inner, "beginning", pad_id=0, eos_id=1, bos_id=0)
