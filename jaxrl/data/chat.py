@@ -163,7 +163,7 @@ class ChatTemplate:
 
     def _first_special(self, ids: Sequence[int]) -> int | None:
         """Place of the first special token, if nothing but white space is before it."""
-        special = set(self.tokenizer.special_tokens.values())
+        special = self.tokenizer.special_ids
         first = next((i for i, id_ in enumerate(ids) if id_ in special), None)
         if first is None or self.tokenizer.decode(ids[:first]).strip():
             return None

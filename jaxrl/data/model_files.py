@@ -40,7 +40,7 @@ def stop_ids(folder: Path, inner: tokenizers.Tokenizer) -> tuple[int, ...]:
     given = _record(path).get("eos_token_id")
     ids = given if isinstance(given, list) else [] if given is None else [given]
     for id_ in ids:
-        if type(id_) is not int or inner.id_to_token(id_) is None:
+        if type(id_) is not int or id_ < 0 or inner.id_to_token(id_) is None:
             raise DataError(f"{path}: eos_token_id={given!r} holds {id_!r}, which is no token id")
     return tuple(ids)
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from jaxrl.errors import DataError
+
 if TYPE_CHECKING:
     from jaxrl.data.tokenizers import Tokenizer
 
@@ -28,13 +30,13 @@ def encode_pieces(
     text = "".join(piece for piece, _ in pieces)
     meant = _specials_of(pieces, tokenizer)
     if not meant and not continues:
-        return tokenizer.encode(text)
+        return _encode_plain(text, tokenizer, continues=False)
     begins_plain = not meant or meant[0][0] > 0
     alike = not (continues and begins_plain and tokenizer.beginning_matters)
     if alike and meant == _specials_of([(text, True)], tokenizer):
         # No other piece holds what looks like a special token: the tokenizer may do it all.
         ids = tokenizer.encode_with_specials(text)
-        if ids is not None and _count(ids, tokenizer) == len(meant):
+        if ids is not None and sum(id_ in tokenizer.special_ids for id_ in ids) == len(meant):
             return ids
     return _encode_around(text, meant, tokenizer, continues)
 
@@ -62,11 +64,6 @@ def _specials_of(pieces: Sequence[Piece], tokenizer: Tokenizer) -> list[tuple[in
     return found
 
 
-def _count(ids: list[int], tokenizer: Tokenizer) -> int:
-    special = set(tokenizer.special_tokens.values())
-    return sum(id_ in special for id_ in ids)
-
-
 def _encode_around(
     text: str, meant: list[tuple[int, int, int]], tokenizer: Tokenizer, continues: bool
 ) -> list[int]:
@@ -87,12 +84,23 @@ def _encode_around(
 
 
 def _encode_plain(text: str, tokenizer: Tokenizer, continues: bool) -> list[int]:
-    """Ids of plain text. Some tokenizers put a space before the first text, and only there."""
+    """Ids of plain text. Some tokenizers put a space before the first text, and only there.
+
+    Raises `DataError` if the vocabulary makes a special token of its characters all the same.
+    """
     if not text:
         return []
+    ids = tokenizer.encode(text)
     if continues and tokenizer.beginning_matters:
         before = tokenizer.encode("\n")
-        ids = tokenizer.encode("\n" + text)
-        if ids[: len(before)] == before:
-            return ids[len(before) :]
-    return tokenizer.encode(text)
+        behind = tokenizer.encode("\n" + text)
+        if behind[: len(before)] == before:
+            ids = behind[len(before) :]
+    for name in {tokenizer.inner.id_to_token(id_) for id_ in tokenizer.special_ids & set(ids)}:
+        # The token for unknown words is special, too, and may stand for any text.
+        if name in text:
+            raise DataError(
+                f"tokenizer {tokenizer.name!r} makes the special token {name!r} of plain text, "
+                f"here of {text[:40]!r}: the text cannot be told from the token"
+            )
+    return ids

@@ -66,6 +66,11 @@ class Tokenizer:
         return {token.content: id_ for id_, token in added.items() if token.special}
 
     @functools.cached_property
+    def special_ids(self) -> frozenset[int]:
+        """The ids of the special tokens."""
+        return frozenset(self.special_tokens.values())
+
+    @functools.cached_property
     def special_pattern(self) -> re.Pattern[str]:
         """Matches any special token, the longest one first."""
         names = sorted(self.special_tokens, key=len, reverse=True)
