@@ -190,6 +190,7 @@ class _Environment(sandbox.ImmutableSandboxedEnvironment):
             return __obj(*args, **kwargs)
         own = budget()
         own.spend(chat_limits.CALL)
+        args = chat_filters.listed(__obj, args)
         chat_filters.pay_call(__obj, args, kwargs)
         own.depth += 1
         if own.depth > chat_limits.DEPTH:

@@ -56,6 +56,9 @@ class Parts:
         """Raise `ConfigError` for what can only be known with tokenizer and devices at hand."""
         load_scorer(self.config.rewards.scorer)
         self.tokenizer, self.stop_ids, self.mesh  # noqa: B018  # each names what is wrong with it
+        if self.chat is not None:
+            # A template may refuse the system prompt.
+            self.chat.encode("1")
         config, model = self.config, self.config.model
         size = self.tokenizer.vocab_size
         demand(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import tracemalloc
 
+import jinja2
 import pytest
 
 from jaxrl.data.chat_limits import LARGEST
@@ -154,6 +155,7 @@ ENDLESS = {
 }
 
 GROWING = {
+    "join of an iterator": "{{ ('a' * 1000).join(range(99999)|map('string')) }}",
     "repeated text": "{{ 'a' * 10**10 }}",
     "repeated by text": "{{ 10**10 * 'a' }}",
     "repeated list": "{{ [1, 2] * 10**9 }}",
@@ -342,3 +344,44 @@ def test_render_in_threads_does_not_share_a_budget():
         thread.join()
 
     assert found == ["ok"] * 4
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("{{ ', '.join(['a', 'b']|map('upper')) }}", "A, B"),
+        ("{{ ', '.join({'a': 1, 'b': 2}) }}{{ '-'.join({'a': 1, 'b': 2}.keys()) }}", "a, ba-b"),
+        (
+            "{{ '-'.join('abc') }}{{ '{:>4}|{}'.format(1, 'x') }}{{ '%05.2f' % 3.14159 }}",
+            "a-b-c   1|x03.14",
+        ),
+        ("{{ '%(a)s' % {'a': 'é'} }}{{ 7 // 2 }}{{ 2 ** 3 }}{{ -1 }}{{ 1 < 2 < 3 }}", "é38-1True"),
+        ("{% for a in [1, 2, 3] if a != 2 %}{{ a }}{{ loop.length }}{% endfor %}", "1232"),
+        ("{% for a in [1, 2, 3] %}{% if a == 2 %}{% break %}{% endif %}{{ a }}{% endfor %}", "1"),
+        ("{% for a in [[1], [2]] recursive %}{{ a }}{% endfor %}", "[1][2]"),
+        (
+            "{{ range(5)|batch(2)|list }}{{ [3, 1]|sort }}{{ [1, 2]|sum }}",
+            "[[0, 1], [2, 3], [4]][1, 3]3",
+        ),
+        ("{{ 'a b'|title|replace('A', 'x')|indent(2, true) }}{{ ' a '|trim ~ 1 }}", "  x Ba1"),
+        ("{{ messages[0].get('x', 'y') }}{{ messages[0].items()|list|first|last }}", "yuser"),
+        ("{% call(x) f() %}{{ x }}{% endcall %}", "2"),
+        ("{{ f2(1, *[2], **{'c': 3}) }}", "123"),
+        ("{% filter upper %}a{% set x %}b{% endset %}{{ x }}{% endfilter %}", "AB"),
+        ("{% set c = cycler('a', 'b') %}{{ c.next() }}{{ c.next() }}{{ c.current }}", "aba"),
+        ("{{ '<b>'|e }}{{ ('<i>'|safe) + '<' }}", "&lt;b&gt;<i>&lt;"),
+        (
+            "{{ (1.5)|round }}{{ 'x'|int(7) }}{{ '3'|float }}{{ none|default('d', true) }}",
+            "2.073.0d",
+        ),
+    ],
+)
+def test_render_ordinary_templates_work_as_in_jinja(source, text):
+    macros = (
+        "{% macro f() %}{{ caller(2) }}{% endmacro %}"
+        "{% macro f2(a, b, c=0) %}{{ a }}{{ b }}{{ c }}{% endmacro %}"
+    )
+    plain = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
+
+    assert rendered(macros + source) == text
+    assert plain.from_string(macros + source).render(messages=MESSAGES) == text

@@ -156,3 +156,15 @@ def test_check_tokenizer_without_chat_template_is_refused_before_anything_is_wri
         Session(config).open()
 
     assert not (tmp_path / "run").exists()
+
+
+def test_check_system_prompt_that_the_template_refuses_is_found_before_anything_is_written(
+    chat_parts, tokenizer_folder, tmp_path
+):
+    refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    (tokenizer_folder / "chat_template.jinja").write_text(refuses + CHAT)
+
+    with pytest.raises(DataError, match="line 1: the chat template failed: no system"):
+        Session(chat_parts().config).open()
+
+    assert not (tmp_path / "run").exists()
