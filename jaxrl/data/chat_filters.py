@@ -57,6 +57,7 @@ def filters() -> dict[str, Callable[..., Any]]:
         "format": _format,
         "indent": _indent,
         "join": _join,
+        "replace": _replace,
         "round": _round,
         "sum": _sum,
         "trim": _trim,
@@ -178,9 +179,13 @@ def _check_method(text: str, name: str, args: tuple[Any, ...], kwargs: dict[str,
     if name == "join":
         own.allow(own.size(first) + len(text) * len(first))
     elif name == "replace" and len(args) > 1 and all(isinstance(a, str) for a in args[:2]):
-        own.allow(len(text) + text.count(first) * max(0, len(args[1]) - len(first)))
+        _allow_replace(text, *args[:2])
     elif name in ("strip", "lstrip", "rstrip", "rfind", "rindex", "rsplit", "rpartition"):
         _pay_search(text, first)
+
+
+def _allow_replace(text: str, old: str, new: str) -> None:
+    budget().allow(len(text) + text.count(old) * max(0, len(new) - len(old)))
 
 
 def _pay_search(text: str, wanted: Any) -> None:
@@ -195,6 +200,12 @@ def _join(context: Any, value: Any, d: Any = "", attribute: Any = None) -> str:
     own.allow(size)
     own.spend(size)
     return defaults.DEFAULT_FILTERS["join"](context, values, d, attribute)
+
+
+@pass_eval_context
+def _replace(context: Any, s: Any, old: Any, new: Any, count: int | None = None) -> str:
+    _allow_replace(str(s), str(old), str(new))
+    return defaults.DEFAULT_FILTERS["replace"](context, s, old, new, count)
 
 
 def _indent(s: Any, width: Any = 4, first: bool = False, blank: bool = False) -> str:

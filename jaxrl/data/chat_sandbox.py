@@ -25,6 +25,9 @@ from jaxrl.errors import DataError
 LONGEST_SOURCE = 2**17
 """Characters of a template; the longest published ones have about 20 000."""
 
+LONGEST_MESSAGE = 500
+"""Characters that are shown of what a template says when it fails."""
+
 _METHODS: tuple[tuple[Any, frozenset[str]], ...] = (
     (str, chat_filters.STR_METHODS),
     (dict, frozenset({"copy", "get", "items", "keys", "values"})),
@@ -189,16 +192,18 @@ class _Environment(sandbox.ImmutableSandboxedEnvironment):
             kwargs.pop("_block_vars", None)
             return __obj(*args, **kwargs)
         own = budget()
-        own.spend(chat_limits.CALL)
+        own.spend(chat_limits.CALL + chat_limits.NODE * (len(args) + len(kwargs)))
         args = chat_filters.listed(__obj, args)
         chat_filters.pay_call(__obj, args, kwargs)
         own.depth += 1
         if own.depth > chat_limits.DEPTH:
             raise TooMuch(f"its calls are nested deeper than {chat_limits.DEPTH}")
         try:
-            return own.hold(super().call(__context, __obj, *args, **kwargs))
+            result = own.hold(super().call(__context, __obj, *args, **kwargs))
         finally:
             own.depth -= 1
+        own.spend(len(result) if isinstance(result, str) else 0)
+        return result
 
 
 @pass_context
@@ -282,6 +287,6 @@ def _line(error: Exception) -> int:
 
 def _describe(error: Exception) -> str:
     """The message; with the kind of error where that is not jinja's or ours."""
-    text = str(error)
+    text = str(error)[:LONGEST_MESSAGE]
     ours = isinstance(error, TemplateError | TooMuch)
     return text if ours and text else f"{type(error).__name__}: {text}"

@@ -140,6 +140,12 @@ ENDLESS = {
     "filters": (
         "{% set s = 'a' * 4000000 %}{% for i in range(99999) %}{% set x = s|upper %}{% endfor %}"
     ),
+    "methods that grow": "{% for i in range(99999) %}{% set x = 'a'.center(999999) %}{% endfor %}",
+    "methods that fill": "{% for i in range(99999) %}{% set x = '1'.zfill(999999) %}{% endfor %}",
+    "filters that grow": "{% for i in range(99999) %}{% set x = 'a'|center(999999) %}{% endfor %}",
+    "unpacked arguments": (
+        "{% for i in range(99999) %}{% set x = cycler(*range(99999)) %}{% endfor %}"
+    ),
     "filters on items": (
         "{% for i in range(99999) %}{% set x = range(99999)|map('string')|list %}{% endfor %}"
     ),
@@ -187,6 +193,8 @@ GROWING = {
     "join": "{{ range(99999)|join('a' * 1000) }}",
     "join, the method": "{{ ('a' * 1000).join(['b'] * 9999) }}",
     "replace": "{{ ('a' * 9999)|replace('a', 'b' * 9999) }}",
+    "replace with much more": "{{ ('a' * 2000000)|replace('', 'b' * 2000000) }}",
+    "replace with much more, the method": "{{ ('a' * 2000000).replace('', 'b' * 2000000) }}",
     "replace, the method": "{{ ('a' * 9999).replace('', 'b' * 9999) }}",
     "batch": "{{ [1]|batch(10**9, 0)|list }}",
     "truncate": "{{ 'a'|truncate(10**9) }}",
@@ -251,6 +259,7 @@ def test_template_that_grows_raises(source):
         "doubling with replace",
         "replace",
         "doubling with blocks",
+        "replace with much more",
         "text in loops",
         "values in loops",
         "doubling tuples",
@@ -310,6 +319,13 @@ def test_compile_bad_source_names_file_and_line(source, message):
 def test_render_failure_names_file_line_and_cause(source, message):
     with pytest.raises(DataError, match=message):
         rendered(source)
+
+
+def test_render_failure_with_a_long_message_shows_its_beginning():
+    with pytest.raises(DataError) as caught:
+        rendered("{{ raise_exception('a' * 1000000) }}")
+
+    assert 500 < len(str(caught.value)) < 600
 
 
 def test_render_long_conversation_fits_the_budget():
