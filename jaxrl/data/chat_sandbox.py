@@ -117,6 +117,7 @@ class _Environment(sandbox.ImmutableSandboxedEnvironment):
         """A list, tuple or dict was written down."""
         if isinstance(value, dict) and any(isinstance(key, tuple) for key in value):
             raise TooMuch("it uses a tuple as the key of a mapping")
+        budget().spend(STEP)
         return budget().hold(value)
 
     def touched(self, value: Any) -> Any:
