@@ -15,7 +15,7 @@ from jaxrl.models.safetensors import save_params
 def run(args: Any) -> int:
     """Write weights, config.json and tokenizer; prints the folder. Returns the exit code."""
     folder = Path(args.options.to)
-    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"):
         if (folder / name).exists():
             raise OutputError(f"{folder} already holds {name}; choose another --to")
     parts, params, version = load_published(args)

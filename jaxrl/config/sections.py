@@ -195,6 +195,13 @@ class DataConfig:
     max_prompt_tokens: int = common(
         128, "longest prompt in tokens; longer ones are an error", rules.at_least(1)
     )
+    chat: bool = common(
+        False, "ask each prompt as the user's message, in the chat template of the tokenizer"
+    )
+    system_prompt: str = common("", "what the system says before; needs chat; empty: nothing")
+    chat_variables: dict[str, Any] = rare(
+        dict, "variables of the chat template, such as enable_thinking or date_string; needs chat"
+    )
     train_seed: int = rare(0, "seed of the training prompts", rules.within(0, MAX_SEED))
     eval_seed: int = rare(1, "seed of the evaluation prompts", rules.within(0, MAX_SEED))
 
@@ -208,6 +215,9 @@ class DataConfig:
         demand(not unused, f"data.{other}", unused, f"empty, because of {why}")
         options = self.task_options
         demand(gym or not options, "data.task_options", options, f"empty, because of {why}")
+        for name in ("system_prompt", "chat_variables"):
+            value = getattr(self, name)
+            demand(self.chat or not value, f"data.{name}", value, "empty, unless data.chat is true")
 
 
 @section("sft.")

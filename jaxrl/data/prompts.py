@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grain
 import numpy as np
 
 from jaxrl.data.examples import Example
+from jaxrl.data.specials import encode_pieces
 from jaxrl.data.tokenizers import Tokenizer
 from jaxrl.errors import DataError
 from jaxrl.types import Prompt
+
+if TYPE_CHECKING:
+    from jaxrl.data.chat import ChatPrompts
 
 
 class PromptStream:
@@ -31,10 +34,14 @@ class PromptStream:
         seed: int,
         max_prompt_tokens: int | None = None,
         split: str = "train",
+        chat: ChatPrompts | None = None,
     ):
-        """`max_prompt_tokens` None means any length; `seed` >= 0; `split` only names the ids."""
+        """`max_prompt_tokens` None means any length; `seed` >= 0; `split` only names the ids.
+
+        With `chat` the text of each prompt is what the user says in it.
+        """
         self._examples = list(examples)
-        self._tokens = encode_prompts(self._examples, tokenizer, max_prompt_tokens)
+        self._tokens = encode_prompts(self._examples, tokenizer, max_prompt_tokens, chat)
         self._split = split
         order = grain.MapDataset.range(len(self._examples))
         self._order = order.seed(seed).shuffle().repeat()
@@ -54,41 +61,42 @@ class PromptStream:
 
 
 def eval_prompts(
-    examples: Sequence[Example], tokenizer: Tokenizer, *, max_prompt_tokens: int | None = None
+    examples: Sequence[Example],
+    tokenizer: Tokenizer,
+    *,
+    max_prompt_tokens: int | None = None,
+    chat: ChatPrompts | None = None,
 ) -> list[Prompt]:
     """Every example once, in order, with ids "eval/e0/00000", …  Raises `DataError`."""
-    tokens = encode_prompts(examples, tokenizer, max_prompt_tokens)
+    tokens = encode_prompts(examples, tokenizer, max_prompt_tokens, chat)
     return [
         _prompt("eval", 0, index, index, example, tokens[index])
         for index, example in enumerate(examples)
     ]
 
 
-def encode_prompt(example: Example, tokenizer: Tokenizer) -> np.ndarray:
-    """Token ids int32 [P] of one prompt.
+def encode_prompt(
+    example: Example, tokenizer: Tokenizer, chat: ChatPrompts | None = None
+) -> np.ndarray:
+    """Token ids int32 [P] of one prompt: the text of the example, or a chat that asks it.
 
     Special tokens are recognised in the template only: a question that holds "<|im_end|>" is
-    encoded as those characters. Tokenizers that want a bos before a text get it.
+    encoded as those characters. Tokenizers that want a bos before a text get it; a chat has what
+    its template writes.
     """
-    specials = "|".join(map(re.escape, sorted(tokenizer.special_tokens, key=len, reverse=True)))
-    ids = list(tokenizer.prompt_prefix)
-    text = ""
-    for piece, from_template in example.pieces():
-        # With a capturing group, re.split keeps the special tokens at the odd places.
-        parts = re.split(f"({specials})", piece) if from_template and specials else [piece]
-        text += parts[0]
-        for special, following in zip(parts[1::2], parts[2::2], strict=True):
-            ids += [*tokenizer.encode(text), tokenizer.special_tokens[special]]
-            text = following
-    ids += tokenizer.encode(text)
+    if chat is not None:
+        return chat.encode(example.prompt)
     prefix = list(tokenizer.prompt_prefix)
-    if prefix and ids[len(prefix) : 2 * len(prefix)] == prefix:
-        ids = ids[len(prefix) :]  # the template begins with the bos itself
-    return np.array(ids, np.int32)
+    ids = encode_pieces(example.pieces(), tokenizer)
+    # The template may begin with the bos itself.
+    return np.array(ids if prefix and ids[: len(prefix)] == prefix else prefix + ids, np.int32)
 
 
 def encode_prompts(
-    examples: Sequence[Example], tokenizer: Tokenizer, max_prompt_tokens: int | None
+    examples: Sequence[Example],
+    tokenizer: Tokenizer,
+    max_prompt_tokens: int | None,
+    chat: ChatPrompts | None = None,
 ) -> list[np.ndarray]:
     """Token ids of all prompts, read-only. Raises `DataError` that names a prompt that is bad."""
     if not examples:
@@ -97,7 +105,7 @@ def encode_prompts(
     for index, example in enumerate(examples):
         if not example.prompt.strip():
             raise DataError(f"the prompt of example {index} is empty: {example.prompt!r}")
-        tokens = encode_prompt(example, tokenizer)
+        tokens = encode_prompt(example, tokenizer, chat)
         if max_prompt_tokens is not None and len(tokens) > max_prompt_tokens:
             raise DataError(
                 f"the prompt of example {index} has {len(tokens)} tokens, more than "

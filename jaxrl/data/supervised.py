@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grain
 import numpy as np
@@ -18,11 +18,15 @@ from jaxrl.data.tokenizers import Tokenizer
 from jaxrl.errors import DataError
 from jaxrl.types import NO_VERSION, TrajectoryBatch
 
+if TYPE_CHECKING:
+    from jaxrl.data.chat import ChatPrompts
+
 
 class SupervisedBatches:
     """Endless iterator of `TrajectoryBatch`: every batch packs `batch_size` sequences.
 
-    A sequence is the prompt, the answer and eos; the loss counts answer and eos. Examples are
+    A sequence is the prompt, the answer and eos; the loss counts answer and eos. With `chat` it is
+    the conversation, the assistant's reply and what ends a reply in that template. Examples are
     shuffled anew every epoch. The shape [rows, row_length] never changes: without `rows` it is the
     least number that holds any batch. `state()` is the position, as JSON; after `restore(state)`
     the same batches follow, bit for bit.
@@ -40,12 +44,12 @@ class SupervisedBatches:
         seed: int,
         rows: int | None = None,
         normalisation: str = "token",
+        chat: ChatPrompts | None = None,
     ):
+        prompts = encode_prompts(examples, tokenizer, None, chat)
         self._sequences = [
-            _sequence(prompt, tokenizer.encode(example.answer), tokenizer.eos_id)
-            for example, prompt in zip(
-                examples, encode_prompts(examples, tokenizer, None), strict=True
-            )
+            _sequence(prompt, _answer(example.answer, tokenizer, chat))
+            for example, prompt in zip(examples, prompts, strict=True)
         ]
         self._row_length = row_length
         self._normalisation = normalisation
@@ -134,9 +138,14 @@ class SupervisedBatches:
         )
 
 
-def _sequence(prompt: np.ndarray, answer: list[int], eos_id: int) -> dict[str, np.ndarray]:
+def _answer(text: str, tokenizer: Tokenizer, chat: ChatPrompts | None) -> list[int]:
+    """What is trained on, with the token that ends it."""
+    return [*tokenizer.encode(text), tokenizer.eos_id] if chat is None else chat.encode_reply(text)
+
+
+def _sequence(prompt: np.ndarray, answer: list[int]) -> dict[str, np.ndarray]:
     """Tokens and loss mask [T] of one example; `restore` relies on nothing but these."""
-    tokens = np.concatenate([prompt, np.array([*answer, eos_id], np.int32)])
+    tokens = np.concatenate([prompt, np.array(answer, np.int32)])
     return {"tokens": tokens, "loss_mask": np.arange(len(tokens)) >= len(prompt)}
 
 

@@ -180,12 +180,13 @@ class Driver:
     def generate(
         self, text: str, *, max_tokens: int = 128, temperature: float = 1.0, seed: int = 0
     ) -> str:
-        """text -> the text that follows it, up to the end-of-sequence token."""
+        """text -> the text that follows it, up to a token that ends a text."""
         if self.tokenizer is None:
             raise DriverError("generate needs a driver with a tokenizer")
         ids = [*getattr(self.tokenizer, "prompt_prefix", ()), *self.tokenizer.encode(text)]
         prompt = np.array(ids, np.int32)
-        params = SamplingParams(max_tokens, temperature, seed, (self.tokenizer.eos_id,))
+        stops = getattr(self.tokenizer, "stop_ids", (self.tokenizer.eos_id,))
+        params = SamplingParams(max_tokens, temperature, seed, tuple(stops))
         return self.sample_blocking(prompt, params).text
 
     def set_weights(self, params: Params, version: WeightVersion) -> None:

@@ -207,7 +207,7 @@ class RLTrainer:
             self._pool,
             max_new_tokens=rollout.max_new_tokens,
             temperature=rollout.temperature,
-            stop_tokens=(self.parts.tokenizer.eos_id,),
+            stop_tokens=self.parts.stop_ids,
             on_error=self.config.rewards.on_error,
         )
         return Collector(

@@ -28,6 +28,7 @@ def make_engine(parts: Parts, max_length: int = 0) -> Engine:
         max_length=max_length or config.data.max_prompt_tokens + longest,
         prefill_buckets=prompt_buckets(config),
         steps_per_dispatch=config.rollout.steps_per_dispatch,
+        max_stop_tokens=max(8, len(parts.stop_ids)),
         mesh=parts.mesh,
     )
 
@@ -65,7 +66,7 @@ def eval_params(parts: Parts) -> SamplingParams:
     return SamplingParams(
         max_tokens=parts.config.eval_new_tokens,
         temperature=parts.config.eval.temperature,
-        stop_tokens=(parts.tokenizer.eos_id,),
+        stop_tokens=parts.stop_ids,
     )
 
 
@@ -92,19 +93,20 @@ class TextSampler:
         """Complete one prompt; 0 and None mean what evaluation uses.
 
         `text` fills `data.prompt_template` when that has a single field, and is encoded as the
-        prompts of training are; `raw` makes it the template itself, special tokens and all.
+        prompts of training are, in a chat if they are; `raw` makes it the template itself, special
+        tokens and all, without a chat.
         Raises `RequestError` for an empty or too long prompt.
         """
         if not text.strip():
             raise RequestError(f"prompt {text!r} is empty: it must hold something to complete")
         config = self._parts.config
         example = as_example("" if raw else config.data.prompt_template, text)
-        tokens = encode_prompt(example, self._parts.tokenizer)
+        tokens = encode_prompt(example, self._parts.tokenizer, None if raw else self._parts.chat)
         params = SamplingParams(
             max_tokens=max_new_tokens or config.eval_new_tokens,
             temperature=config.eval.temperature if temperature is None else temperature,
             seed=seed,
-            stop_tokens=(self._parts.tokenizer.eos_id,),
+            stop_tokens=self._parts.stop_ids,
         )
         return self._driver.sample_blocking(tokens, params)
 

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import Mesh
@@ -37,6 +37,9 @@ from jaxrl.train.checkpoint import CheckpointStore
 from jaxrl.types import Prompt
 from jaxrl.weights.store import WeightStore
 
+if TYPE_CHECKING:
+    from jaxrl.data.chat import ChatPrompts
+
 _LOGGER = get_logger("orchestration")
 
 
@@ -53,7 +56,10 @@ class Parts:
     def check(self) -> None:
         """Raise `ConfigError` for what can only be known with tokenizer and devices at hand."""
         load_scorer(self.config.rewards.scorer)
-        self.tokenizer, self.mesh  # noqa: B018  # each names what is wrong with it
+        self.tokenizer, self.stop_ids, self.mesh  # noqa: B018  # each names what is wrong with it
+        if self.chat is not None:
+            # A template may refuse the system prompt.
+            self.chat.encode("1")
         config, model = self.config, self.config.model
         size = self.tokenizer.vocab_size
         demand(
@@ -79,6 +85,23 @@ class Parts:
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that the config names."""
         return load_tokenizer(self.config.data.tokenizer)
+
+    @functools.cached_property
+    def chat(self) -> ChatPrompts | None:
+        """How prompts are asked, if `data.chat`. Raises `DataError` if there is no template."""
+        data = self.config.data
+        if not data.chat:
+            return None
+        # jinja2 is of use here only.
+        from jaxrl.data.chat import ChatPrompts, load_chat_template
+
+        template = load_chat_template(data.tokenizer, self.tokenizer)
+        return ChatPrompts(template, data.system_prompt, data.chat_variables)
+
+    @functools.cached_property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The tokens that end a completion; the first is the one that demonstrations end with."""
+        return self.tokenizer.stop_ids if self.chat is None else self.chat.template.stop_ids
 
     @functools.cached_property
     def model(self) -> Model:
@@ -128,6 +151,7 @@ class Parts:
             self.tokenizer,
             seed=self.config.seed,
             max_prompt_tokens=self.config.data.max_prompt_tokens,
+            chat=self.chat,
         )
 
     @functools.cached_property
@@ -135,7 +159,10 @@ class Parts:
         """The held-out prompts."""
         examples = load_examples(self.config.data, "eval")
         return eval_prompts(
-            examples, self.tokenizer, max_prompt_tokens=self.config.data.max_prompt_tokens
+            examples,
+            self.tokenizer,
+            max_prompt_tokens=self.config.data.max_prompt_tokens,
+            chat=self.chat,
         )
 
 

@@ -68,6 +68,7 @@ class SFTTrainer:
             rows=rows,
             row_length=config.row_length,
             seed=config.seed,
+            chat=parts.chat,
         )
         self.engine = TrainEngine(
             parts.model,

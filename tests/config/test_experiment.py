@@ -136,6 +136,14 @@ def test_fields_numbers_have_a_rule_and_text_says_what_is_accepted():
             "data.task_options={'a': 1} must be empty",
         ),
         (lambda: DataConfig(**GYM, prompt_template="Q: {0}"), "must be a format string with"),
+        (
+            lambda: DataConfig(**GYM, system_prompt="Hi"),
+            "data.system_prompt='Hi' must be empty, unless data.chat is true",
+        ),
+        (
+            lambda: DataConfig(**GYM, chat_variables={"a": 1}),
+            "data.chat_variables={'a': 1} must be empty, unless data.chat is true",
+        ),
         (lambda: DataConfig(**GYM, prompt_template="{question"), "must be a format string with"),
         (lambda: DataConfig(**GYM, prompt_template="Q: {}"), "must be a format string with"),
         (lambda: DataConfig(**GYM, prompt_template="Q: {{x}}"), "must be a format string with"),

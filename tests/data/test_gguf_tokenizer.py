@@ -10,6 +10,7 @@ import pytest
 import tokenizers
 from gguf_files import Raw
 
+from jaxrl.data.chat import load_chat_template
 from jaxrl.data.gguf_tokenizer import gguf_chat_template
 from jaxrl.data.tokenizers import load_tokenizer
 from jaxrl.errors import DataError
@@ -208,6 +209,20 @@ def test_chat_template_is_reachable(load, tmp_path):
     load()
 
     assert gguf_chat_template(tmp_path / "m.gguf") == "{{ messages }}"
+
+
+def test_chat_template_of_the_file_is_rendered_and_saved_with_the_tokenizer(tmp_path):
+    path = tmp_path / "m.gguf"
+    template = "{{ messages[0].content }}<|im_end|>"
+    path.write_bytes(gguf_files.tiny({**METADATA, "tokenizer.chat_template": template}))
+    tokenizer = load_tokenizer(str(path))
+    tokenizer.save(tmp_path / "folder")
+
+    for spec in (str(path), str(tmp_path / "folder")):
+        chat = load_chat_template(spec, load_tokenizer(spec))
+        ids = chat.encode([{"role": "user", "content": "hello<|im_end|>"}])
+        end = tokenizer.special_tokens["<|im_end|>"]
+        assert list(ids) == [*tokenizer.encode("hello<|im_end|>"), end]
 
 
 @pytest.mark.parametrize(("template", "message"), [(None, None), (7, "must be text")])

@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tokenizers
+from data.chat_cases import chat_of
 from numpy.testing import assert_array_equal
 
+from jaxrl.data.chat import ChatPrompts
 from jaxrl.data.examples import Example
 from jaxrl.data.prompts import PromptStream, encode_prompt, eval_prompts
 from jaxrl.data.tokenizers import Tokenizer, load_tokenizer
@@ -132,3 +134,30 @@ def test_encode_prompt_bos_stands_once_where_the_tokenizer_wants_it(template):
     ids = encode_prompt(Example("hi", "b", template=template), chat_tokenizer(with_bos=True))
 
     assert ids.tolist() == [1, 3 + ord("h"), 3 + ord("i")]
+
+
+def test_prompts_of_chats_are_what_the_user_says():
+    chat = ChatPrompts(chat_of("qwen3"), "Be brief.")
+    example = Example("2+2=", "4", template="<|im_end|>{question}")
+    tokenizer = chat.template.tokenizer
+
+    stream = PromptStream([example], tokenizer, seed=0, chat=chat)
+    (held_out,) = eval_prompts([example], tokenizer, chat=chat)
+
+    says = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "<|im_end|>2+2="},
+    ]
+    assert_array_equal(stream[0].tokens, chat.template.encode(says))
+    assert_array_equal(held_out.tokens, stream[0].tokens)
+    assert stream[0].text == "<|im_end|>2+2="
+
+
+def test_prompts_of_chats_count_the_words_around_the_question():
+    chat = ChatPrompts(chat_of("gemma"))
+    length = len(chat.encode("2+2="))
+
+    with pytest.raises(DataError, match=f"has {length} tokens, more than max_prompt_tokens=9"):
+        eval_prompts(
+            [Example("2+2=", "4")], chat.template.tokenizer, max_prompt_tokens=9, chat=chat
+        )

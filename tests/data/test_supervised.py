@@ -6,8 +6,10 @@ import json
 
 import numpy as np
 import pytest
+from data.chat_cases import chat_of
 from numpy.testing import assert_allclose, assert_array_equal
 
+from jaxrl.data.chat import ChatPrompts
 from jaxrl.data.examples import Example
 from jaxrl.data.supervised import SupervisedBatches
 from jaxrl.data.tokenizers import load_tokenizer
@@ -144,3 +146,22 @@ def test_supervised_batches_prompt_and_answer_fill_the_row_exactly():
 
     assert batch.tokens.tolist() == [[*CHARS.encode("abcde"), CHARS.eos_id]]
     assert batch.loss_mask.tolist() == [[False, False, False, True, True, True]]
+
+
+def test_supervised_batches_of_chats_train_on_the_reply_and_its_end():
+    chat = ChatPrompts(chat_of("gemma"))
+    tokenizer = chat.template.tokenizer
+    example = Example("2+2=", "four<end_of_turn>")
+
+    batch = next(
+        SupervisedBatches([example], tokenizer, batch_size=1, row_length=99, seed=0, chat=chat)
+    )
+
+    tokens, mask = batch.tokens[0][batch.segment_ids[0] > 0], batch.loss_mask[0]
+    # Gemma ends texts with <eos>, but messages with <end_of_turn>: the one that is no text.
+    end = tokenizer.special_tokens["<end_of_turn>"]
+    assert tokens.tolist() == [*chat.encode("2+2="), *tokenizer.encode("four<end_of_turn>"), end]
+    assert mask.sum() == len(tokens) - len(chat.encode("2+2="))
+    whole = [*chat.messages("2+2="), {"role": "assistant", "content": "four<end_of_turn>"}]
+    written = chat.template.encode(whole, add_generation_prompt=False)
+    assert tokens.tolist() == written[: len(tokens)].tolist()

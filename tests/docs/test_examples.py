@@ -13,6 +13,7 @@ import gguf_files
 import jax
 import numpy as np
 import pytest
+from data.chat_cases import TEMPLATES, byte_tokenizer
 
 from jaxrl.config import (
     DataConfig,
@@ -127,6 +128,16 @@ def test_models_page_examples_run(examples):
     assert loaded.model.weights == "models/my-llama"
     assert from_gguf.model.weights == from_gguf.data.tokenizer == str(file)
     assert published_model("models/trained", weights="") == model.config
+
+
+def test_data_page_chat_example_runs(examples):
+    templates = {"default": TEMPLATES["qwen3"]}
+    byte_tokenizer("qwen3", chat_templates=templates).save("models/chat")
+
+    space = run(examples("docs/data.md")[1])
+
+    assert space["text"].endswith("What is 2+2?<|im_end|>\n<|im_start|>assistant\n")
+    assert space["ids"].dtype == np.int32
 
 
 def test_data_page_example_runs(examples):

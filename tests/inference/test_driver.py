@@ -354,6 +354,25 @@ async def test_blocking_helpers_give_completions_and_text(tiny, prompts):
     assert got.text == " ".join(map(str, got.tokens))
 
 
+async def test_generate_stops_at_every_stop_token_of_the_tokenizer(tiny):
+    wanted = tiny.naive([3, 4, 5], SamplingParams(5, 1.0, seed=2))[0].tolist()
+
+    class Numbers:
+        eos_id, stop_ids = 1, (1, wanted[2])
+
+        def encode(self, text):
+            return [int(word) for word in text.split()]
+
+        def decode(self, ids):
+            return " ".join(map(str, ids))
+
+    with _driver(tiny, tokenizer=Numbers()) as driver:
+        text = await asyncio.to_thread(driver.generate, "3 4 5", max_tokens=5, seed=2)
+
+    assert wanted.index(wanted[2]) == 2
+    assert text == " ".join(map(str, wanted[:2]))
+
+
 async def test_blocking_sample_gives_up_at_its_deadline(tiny, prompts):
     engine = Gate(tiny.engine, hold_at=[1])
     with _driver(tiny, engine) as driver:

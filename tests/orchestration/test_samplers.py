@@ -9,9 +9,9 @@ import pytest
 import tokenizers
 
 from jaxrl.data.prompts import encode_prompt
-from jaxrl.errors import RequestError
-from jaxrl.orchestration.samplers import TextSampler, as_example
-from jaxrl.orchestration.session import Parts
+from jaxrl.errors import DataError, RequestError
+from jaxrl.orchestration.samplers import TextSampler, as_example, eval_params, make_engine
+from jaxrl.orchestration.session import Parts, Session
 from jaxrl.types import Completion
 
 WORDS = ["<unk>", "<go>", "<stop>", "<user>", "say", "hello", "{", "}"]
@@ -37,7 +37,7 @@ class _Recorder:
     """Takes requests in place of the driver: what is tested is what would be sent."""
 
     def sample_blocking(self, tokens, params):
-        self.tokens = tokens.tolist()
+        self.tokens, self.params = tokens.tolist(), params
         empty = np.zeros(0, np.int32)
         return Completion(empty, np.zeros(0, np.float32), empty, "", "stop")
 
@@ -89,3 +89,82 @@ def test_generate_text_for_a_template_of_several_fields_stands_alone(sent):
 def test_generate_empty_text_is_refused(sent):
     with pytest.raises(RequestError, match="is empty: it must hold something to complete"):
         sent("  ")
+
+
+CHAT = (
+    "<go>{% for m in messages %}{% if m.role == 'user' %}<user> {{ m.content }}{% else %}"
+    " {{ m.content }}{% endif %}{% endfor %}{% if not add_generation_prompt %}<done>{% endif %}"
+)
+
+
+@pytest.fixture
+def chat_parts(make_config, tokenizer_folder):
+    """Function (data changes) -> parts of a run that asks in a chat; <done> ends a reply."""
+    inner = tokenizers.Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
+    inner.add_special_tokens(["<done>"])
+    inner.save(str(tokenizer_folder / "tokenizer.json"))
+    (tokenizer_folder / "chat_template.jinja").write_text(CHAT)
+    (tokenizer_folder / "generation_config.json").write_text('{"eos_token_id": [2, 0]}')
+
+    def make(**changes):
+        data = {"tokenizer": str(tokenizer_folder), "chat": True, "system_prompt": "hello"}
+        return Parts(make_config(data=data | changes))
+
+    return make
+
+
+def test_generate_asks_in_a_chat_and_stops_where_it_ends(chat_parts):
+    driver, parts = _Recorder(), chat_parts()
+
+    TextSampler(driver, parts).generate("say this")
+
+    assert driver.tokens == [1, 5, 3, 4, 0]
+    assert driver.params.stop_tokens == (8, 2, 0)
+    assert eval_params(parts).stop_tokens == (8, 2, 0)
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_generate_special_token_that_the_vocabulary_makes_of_a_text_is_refused(chat_parts, chat):
+    # Its words are looked up in the vocabulary, where <user> is one of them.
+    parts = chat_parts() if chat else chat_parts(chat=False, system_prompt="")
+
+    with pytest.raises(DataError, match="makes the special token '<user>' of plain text"):
+        TextSampler(_Recorder(), parts).generate("say <user>")
+
+
+def test_generate_raw_text_is_no_chat(chat_parts):
+    driver = _Recorder()
+
+    TextSampler(driver, chat_parts()).generate("<user> say", raw=True)
+
+    assert driver.tokens == [1, 3, 4]
+
+
+def test_engine_takes_as_many_stop_tokens_as_the_chat_has(chat_parts):
+    parts = chat_parts()
+    parts.stop_ids = tuple(range(9))
+
+    assert make_engine(parts).max_stop_tokens == 9
+
+
+def test_check_tokenizer_without_chat_template_is_refused_before_anything_is_written(
+    make_config, tmp_path
+):
+    config = make_config(data={"chat": True})
+
+    with pytest.raises(DataError, match="no chat template: looked for the tokenizer 'chars'"):
+        Session(config).open()
+
+    assert not (tmp_path / "run").exists()
+
+
+def test_check_system_prompt_that_the_template_refuses_is_found_before_anything_is_written(
+    chat_parts, tokenizer_folder, tmp_path
+):
+    refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    (tokenizer_folder / "chat_template.jinja").write_text(refuses + CHAT)
+
+    with pytest.raises(DataError, match="line 1: the chat template failed: no system"):
+        Session(chat_parts().config).open()
+
+    assert not (tmp_path / "run").exists()
