@@ -228,7 +228,7 @@ def token_logprobs(
 
     The distribution is softmax(logits / temperature). About `chunk` tokens of the batch are
     unembedded at a time and their logits made again for the gradient, so that nothing of size B*T*V
-    ever exists. The entropy (nats) carries no gradient.
+    ever exists (unless one chunk takes all tokens). The entropy (nats) carries no gradient.
     """
     chex.assert_equal_shape_prefix([hidden, targets], 2)
     batch, length = targets.shape
@@ -247,7 +247,6 @@ def token_logprobs(
     weight = _unembedding(model, params)
     constrain = _constrain(mesh, rules, batch)
 
-    @jax.checkpoint
     def one_chunk(weight: jax.Array, hidden: jax.Array, targets: jax.Array):
         logits = jnp.einsum(
             "btd,vd->btv", hidden, weight.astype(hidden.dtype), preferred_element_type=jnp.float32
@@ -255,8 +254,10 @@ def token_logprobs(
         logits = ops.softcap(logits, model.config.logits_softcap)
         return _pick(constrain(logits, ("batch", None, "vocab")) / temperature, targets)
 
+    # With a single chunk all logits exist at once anyway: nothing is saved by making them again.
+    chunk_fn = one_chunk if n_chunks == 1 else jax.checkpoint(one_chunk)
     _, (logp, entropy) = jax.lax.scan(
-        lambda carry, xs: (carry, one_chunk(weight, *xs)), None, (hidden, targets)
+        lambda carry, xs: (carry, chunk_fn(weight, *xs)), None, (hidden, targets)
     )
     logp, entropy = (x.swapaxes(0, 1).reshape(batch, -1)[:, :length] for x in (logp, entropy))
     return logp, entropy

@@ -136,8 +136,9 @@ class CheckpointStore:
     def _write(self, step: int, state: TrainState, record: Mapping[str, Any]) -> None:
         import orbax.checkpoint as ocp
 
+        # Of this process too: of a save that failed.
+        disk.remove_leftovers(self.path)
         if self._checkpointer is None:
-            disk.remove_leftovers(self.path)
             self._checkpointer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
         items = ocp.args.Composite(
             **{_STATE: ocp.args.StandardSave(state), _RECORD: ocp.args.JsonSave(record)}

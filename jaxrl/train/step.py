@@ -53,11 +53,15 @@ def make_step(
         gradients = functools.partial(value_and_grad, frozen)
         grads, parts = accumulate(gradients, state.params, batch)
         grad_norm = optax.tree.norm(grads)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
         finite = jnp.isfinite(parts.sums["loss"]) & jnp.isfinite(grad_norm)
-        updated = TrainState(params, opt_state, state.step + 1)
-        kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state)
+
+        def apply(state: TrainState) -> TrainState:
+            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+            params = optax.apply_updates(state.params, updates)
+            return TrainState(params, opt_state, state.step + 1)
+
+        # A branch, not a choice between two results: that would go through all weights again.
+        kept = jax.lax.cond(finite, apply, lambda state: state, state)
         metrics = finish_metrics(parts)
         metrics |= {"grad_norm": grad_norm, "nonfinite": 1.0 - finite.astype(jnp.float32)}
         if isinstance(optimizer, Optimizer):

@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,7 @@ Tensors = dict[str, tuple[tuple[int, ...], str]]
 
 _DELETED_SUFFIX = ".deleted"
 _UNFINISHED_SUFFIX = ".orbax-checkpoint-tmp"
+_ATTEMPTS, _PAUSE_S = 50, 0.1
 _SHOWN = 8  # differing tensors that a message lists
 
 _SYSTEM_ERRORS = tuple(
@@ -104,7 +106,21 @@ def remove_leftovers(folder: Path) -> None:
         for entry in folder.iterdir():
             number, _, rest = entry.name.partition(".")
             if _is_number(number) and f".{rest}" in (_DELETED_SUFFIX, _UNFINISHED_SUFFIX):
-                shutil.rmtree(entry)
+                _remove_tree(entry)
+
+
+def _remove_tree(folder: Path) -> None:
+    """Delete `folder`; threads of a failed save may still be putting files into it for a while."""
+    for _ in range(_ATTEMPTS):
+        try:
+            return shutil.rmtree(folder)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            if error.errno != errno.ENOTEMPTY:
+                raise
+            time.sleep(_PAUSE_S)
+    return shutil.rmtree(folder)
 
 
 @contextmanager

@@ -143,7 +143,7 @@ def test_update_counts_versions_on_the_host(engine):
 def test_step_has_no_callback_into_the_host(engine):
     arrays = engine._place(make_batch().arrays())
 
-    jaxpr = str(engine._update.trace(engine.state, arrays).jaxpr)
+    jaxpr = str(engine._update.trace(engine.state, engine.frozen, arrays).jaxpr)
 
     assert "scan" in jaxpr
     assert "callback" not in jaxpr
