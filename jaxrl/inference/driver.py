@@ -22,6 +22,7 @@ from jaxrl.inference.batcher import IN_FLIGHT, Batcher, InFlight
 from jaxrl.inference.engine import Engine
 from jaxrl.inference.requests import Limits, Request, check_request
 from jaxrl.inference.steps import Params
+from jaxrl.inference.streaming import Channel, TokenStream
 from jaxrl.types import Completion, SamplingParams, WeightVersion
 from jaxrl.weights.digest import verify as verify_digest
 
@@ -147,11 +148,24 @@ class Driver:
         tokens int [P]. Raises RequestError for a request that cannot be served and DriverError if
         the driver has failed or stopped. A driver not yet started keeps it until `start`.
         """
+        return self._enqueue(tokens, params, None)
+
+    def stream(self, tokens: np.ndarray, params: SamplingParams) -> TokenStream:
+        """Queues a request -> its tokens as they are decoded, for `for` or `async for`.
+
+        Errors as for `submit`; those of a request on its way come out of the stream.
+        """
+        channel = Channel()
+        future = self._enqueue(tokens, params, channel)
+        future.add_done_callback(lambda _: channel.end())
+        return TokenStream(future, channel)
+
+    def _enqueue(self, tokens: Any, params: SamplingParams, channel: Channel | None) -> Future:
         prompt = check_request(tokens, params, self._limits)
         with self._changed:
             if self._closed is not None:
                 raise DriverError(str(self._closed)) from self._closed.__cause__
-            request = Request(self._arrivals, prompt, params, Future())
+            request = Request(self._arrivals, prompt, params, Future(), channel)
             self._arrivals += 1
             self._waiting[request.number] = request
             self._changed.notify()
