@@ -124,6 +124,12 @@ class DataConfig:
         "text of the prompt around the question; may name metadata of the examples too",
         rules.template(),
     )
+    answer_format: Literal["auto", "plain", "gsm8k"] = common(
+        "auto",
+        "form of the answers of source jsonl. gsm8k: a solution, then the answer behind the last "
+        "####, in every line; training on answers then learns the whole text. plain: the answer "
+        "alone. auto: what follows #### where there is one, else the whole answer",
+    )
     tokenizer: str = common(
         "chars", 'tokenizer: "chars", "bytes", or path of a tokenizer.json', rules.non_empty()
     )
@@ -143,6 +149,8 @@ class DataConfig:
         demand(not unused, f"data.{other}", unused, f"empty, because of {why}")
         options = self.task_options
         demand(gym or not options, "data.task_options", options, f"empty, because of {why}")
+        form = self.answer_format
+        demand(form == "auto" or not gym, "data.answer_format", form, f"'auto', because of {why}")
 
 
 @section("sft.")

@@ -22,7 +22,8 @@ from jaxrl.types import NO_VERSION, TrajectoryBatch
 class SupervisedBatches:
     """Endless iterator of `TrajectoryBatch`: every batch packs `batch_size` sequences.
 
-    A sequence is the prompt, the answer and eos; the loss counts answer and eos. Examples are
+    A sequence is the prompt, the demonstration (the answer, or a solution that ends with it) and
+    eos; the loss counts the last two. Examples are
     shuffled anew every epoch. The shape [rows, row_length] never changes: without `rows` it is the
     least number that holds any batch. `state()` is the position, as JSON; after `restore(state)`
     the same batches follow, bit for bit.
@@ -42,7 +43,7 @@ class SupervisedBatches:
         normalisation: str = "token",
     ):
         self._sequences = [
-            _sequence(prompt, tokenizer.encode(example.answer), tokenizer.eos_id)
+            _sequence(prompt, tokenizer.encode(example.demonstration), tokenizer.eos_id)
             for example, prompt in zip(
                 examples, encode_prompts(examples, tokenizer, None), strict=True
             )
@@ -150,8 +151,13 @@ def careless(
     """
     cut = np.random.default_rng(seed).random(len(examples)) < fraction
     return [
-        dataclasses.replace(example, answer=example.answer[:-1])
-        if chosen and len(example.answer) > max(above, 1)
+        dataclasses.replace(example, **{_taught(example): example.demonstration[:-1]})
+        if chosen and len(example.demonstration) > max(above, 1)
         else example
         for example, chosen in zip(examples, cut, strict=True)
     ]
+
+
+def _taught(example: Example) -> str:
+    """The field that supervised training learns from."""
+    return "target" if example.target else "answer"
