@@ -12,6 +12,7 @@ import dataclasses
 import itertools
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
@@ -105,11 +106,14 @@ class Driver:
         self._cancelled = 0
         self._busy = 0.0
 
-    def start(self) -> Driver:
-        """Compiles the engine's programs if need be and starts the thread. Raises DriverError."""
+    def start(self, *, prefill_buckets: Sequence[int] | None = None) -> Driver:
+        """Compiles the engine's programs if need be and starts the thread. Raises DriverError.
+
+        `prefill_buckets`: as for `Engine.warm_up`.
+        """
         if self._thread is not None:
             raise DriverError("the driver has been started already")
-        self.engine.warm_up()
+        self.engine.warm_up(prefill_buckets=prefill_buckets)
         self._thread = threading.Thread(target=self._run, name="jaxrl-driver", daemon=True)
         self._thread.start()
         return self

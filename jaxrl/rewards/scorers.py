@@ -47,8 +47,9 @@ def last_number(completion: Completion, reference: Mapping[str, Any]) -> float:
 
     For models that think aloud before they answer. Raises ValueError as `numeric` does.
     """
+    gold = _gold(reference)  # also where the text has no number: a wrong reference never scores 0
     found = list(_NUMBER.finditer(_plain_signs(completion.text)))
-    return float(bool(found) and _value(found[-1]) == _gold(reference))
+    return float(bool(found) and _value(found[-1]) == gold)
 
 
 def parse_number(text: str) -> Fraction | None:

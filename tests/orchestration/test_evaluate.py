@@ -67,6 +67,29 @@ def test_evaluate_timeouts_are_counted_apart_from_wrong_answers():
     np.testing.assert_allclose(result.reward, 1 / 3, rtol=0, atol=1e-12)
 
 
+def test_evaluate_tells_the_watcher_of_each_prompt_once_it_is_scored():
+    seen = []
+
+    run(ScriptedSampler(), ScriptedPool(), watch=lambda p, c, s: seen.append((p.id, c.text, s)))
+
+    assert sorted(seen) == [
+        ("eval/0", "1", 1.0),
+        ("eval/1", "2", None),
+        ("eval/2", "3", 0.0),
+        ("eval/3", "4", 0.0),
+    ]
+
+
+def test_evaluate_failing_scorer_ends_it_while_others_still_sample():
+    class FirstOnly(ScriptedSampler):
+        async def sample(self, tokens, params):
+            self.hang = tokens[0] != 1
+            return await super().sample(tokens, params)
+
+    with pytest.raises(RewardError, match="eval/0.*broken"):
+        run(FirstOnly(), ScriptedPool(fail=True), timeout_s=None)
+
+
 def test_evaluate_token_of_another_version_is_an_error():
     with pytest.raises(WeightVersionError, match="version 2"):
         run(ScriptedSampler(odd_one=2), ScriptedPool())

@@ -108,9 +108,10 @@ def test_last_number_reads_the_last_number_only(text, answer, score):
 
 
 @pytest.mark.parametrize("scorer", [numeric, last_number])
-def test_numeric_reference_that_is_no_number_raises(scorer):
+@pytest.mark.parametrize("text", ["7", "no idea"])
+def test_numeric_reference_that_is_no_number_raises(scorer, text):
     with pytest.raises(ValueError, match="the reference answer 'seven' is not a number"):
-        scorer(said("7"), {"answer": "seven"})
+        scorer(said(text), {"answer": "seven"})
 
 
 @quick
