@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxrl.inference.driver import Driver
+from jaxrl.models.model import unstack_layers
 from jaxrl.observe.logger import setup_logging
 from jaxrl.orchestration.run_dir import RunDir
 from jaxrl.orchestration.samplers import make_driver_for
@@ -55,11 +55,7 @@ def _by_layer(params: Any, parts: Parts) -> Any:
     However the layers are computed here, the version is that of a run that begins with these
     weights. The copy lives as long as the digest takes.
     """
-    if not parts.model.config.scan_layers:
-        return params
-    layers = range(parts.model.config.n_layers)
-    stacked = params["layers"]
-    return {**params, "layers": {i: jax.tree.map(lambda x, i=i: x[i], stacked) for i in layers}}
+    return unstack_layers(params) if parts.model.config.scan_layers else params
 
 
 @contextmanager

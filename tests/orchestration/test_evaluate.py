@@ -10,6 +10,7 @@ import pytest
 
 from jaxrl.errors import DeadlineError, RewardError, WeightVersionError
 from jaxrl.orchestration.evaluate import evaluate
+from jaxrl.rewards.pool import RewardPool
 from jaxrl.types import Completion, Prompt, SamplingParams, WeightVersion
 
 VERSION = WeightVersion(3, "d" * 64)
@@ -110,3 +111,18 @@ async def test_evaluate_inside_a_running_event_loop_works_as_in_a_notebook():
     result = run(ScriptedSampler(), ScriptedPool())
 
     assert result.prompts == 4
+
+
+def test_evaluate_text_that_keeps_the_scorer_busy_for_ever_costs_one_prompt():
+    pytest.importorskip("math_verify", reason="needs the extra `math`")
+    texts = {1: r"\boxed{9^{9^{9^{9}}}}", 2: r"\boxed{2/2}", 3: "9**9**9**9", 4: "1"}
+
+    class Hostile(ScriptedSampler):
+        async def sample(self, tokens, params):
+            completion = await super().sample(tokens, params)
+            return dataclasses.replace(completion, text=texts[int(tokens[0])])
+
+    with RewardPool("symbolic", workers=2, timeout_s=2.0) as pool:
+        result = run(Hostile(), pool, timeout_s=None)
+
+    assert (result.timeouts, result.accuracy) == (2, 0.5)
