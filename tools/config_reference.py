@@ -41,10 +41,10 @@ directory too.
 FIELDS = """\
 ## Fields of the configuration
 
-Each can be set on the command line of every command: over the config file (`train`), or over the
-run's `config.json` (`eval`, `generate`, `convert`). Tiers: *required* fields have no default,
-*common* ones many runs set, *rare* ones few. [configuration.md](configuration.md) says how they
-work together.
+Each can be set on the command line of every command: over the config file (`train`), over the
+run's `config.json` (`eval`, `generate`, `convert`), or over what serves `--weights`. Tiers:
+*required* fields have no default, *common* ones many runs set, *rare* ones few.
+[configuration.md](configuration.md) says how they work together.
 """
 
 

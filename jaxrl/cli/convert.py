@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.cli import output
-from jaxrl.cli.published import load_published
+from jaxrl.cli.published import load_weights, open_parts
 from jaxrl.errors import OutputError
 from jaxrl.models.safetensors import save_params
 
@@ -18,7 +18,8 @@ def run(args: Any) -> int:
     for name in ("config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"):
         if (folder / name).exists():
             raise OutputError(f"{folder} already holds {name}; choose another --to")
-    parts, params, version = load_published(args)
+    parts = open_parts(args)
+    params, version = load_weights(args, parts)
     save_params(folder, parts.model, params)
     parts.tokenizer.save(folder)
     sys.stderr.write(f"weights {version}\n")

@@ -116,7 +116,7 @@ def command_help(command: parsing.Command) -> str:
         ]
     else:
         parts.append(
-            "Every field of the run's config.json can be set as --config.SECTION.FIELD=VALUE;\n"
+            "Every field of the configuration can be set as --config.SECTION.FIELD=VALUE;\n"
             "jaxrl train --help lists them."
         )
     return "\n\n".join(parts) + "\n"

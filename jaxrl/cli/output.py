@@ -8,8 +8,8 @@ import sys
 from jaxrl.errors import OutputError
 
 
-def write(text: str) -> None:
-    """Write to standard output and flush. Raises `OutputError`."""
+def write(text: str) -> bool:
+    """Write to standard output and flush; False if the reader has left. Raises `OutputError`."""
     if sys.stdout is None:
         raise OutputError("cannot write to standard output: it is closed")
     try:
@@ -21,3 +21,5 @@ def write(text: str) -> None:
         if not isinstance(error, BrokenPipeError):
             reason = error.strerror
             raise OutputError(f"cannot write to standard output: {reason}") from None
+        return False
+    return True

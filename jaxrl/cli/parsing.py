@@ -15,68 +15,22 @@ from typing import Any
 
 from absl import flags
 
-from jaxrl.config import kinds, rules
+from jaxrl.cli.options import (
+    ConvertOptions,
+    EvalOptions,
+    GenerateOptions,
+    TrainOptions,
+    weights_config,
+)
+from jaxrl.config import kinds
 from jaxrl.config.experiment import ExperimentConfig
 from jaxrl.config.files import load_config_file
 from jaxrl.config.overrides import apply_overrides, parse_field, resolve
-from jaxrl.config.schema import common, leaf_fields, required, section, section_info
-from jaxrl.config.sections import MAX_SEED
+from jaxrl.config.schema import leaf_fields, section_info
 from jaxrl.config.serialize import load_config
 from jaxrl.errors import ConfigError
 
 _CONFIG = "config."
-
-
-@section("--")
-class TrainOptions:
-    """Flags of `jaxrl train`."""
-
-    config: str = required("Python file with get_config(), or the config.json of a run")
-
-
-@section("--")
-class EvalOptions:
-    """Flags of `jaxrl eval`."""
-
-    run: str = required("output folder of a run")
-    version: int = common(
-        -1, "weight version to evaluate", rules.at_least(-1, "-1: the newest published one")
-    )
-
-
-@section("--")
-class GenerateOptions:
-    """Flags of `jaxrl generate`, and the prompt."""
-
-    prompt: str = required("the text to complete", rules.non_empty())
-    run: str = required("output folder of a run")
-    version: int = common(
-        -1, "weight version to sample from", rules.at_least(-1, "-1: the newest published one")
-    )
-    temperature: float | None = common(
-        None, "sampling temperature; none for eval.temperature of the run", rules.at_least(0)
-    )
-    max_new_tokens: int | None = common(
-        None, "longest completion in tokens; none for rollout.max_new_tokens", rules.at_least(1)
-    )
-    seed: int = common(0, "seed of the sampling", rules.within(0, MAX_SEED))
-    n: int = common(1, "number of completions", rules.at_least(1))
-
-    def check(self) -> None:
-        """Several greedy completions would all be the same."""
-        if self.n > 1 and self.temperature == 0:
-            raise ConfigError(f"--n={self.n} must be 1 when sampling is greedy: set --temperature")
-
-
-@section("--")
-class ConvertOptions:
-    """Flags of `jaxrl convert`."""
-
-    run: str = required("output folder of a run")
-    to: str = required("folder to write, which must not hold a model yet", rules.non_empty())
-    version: int = common(
-        -1, "weight version to convert", rules.at_least(-1, "-1: the newest published one")
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,15 +57,15 @@ COMMANDS: dict[str, Command] = {
         ),
         Command(
             "eval",
-            "Evaluate a published weight version of a run on its held-out prompts.",
-            "jaxrl eval --run=DIR [--version=N] [--config.SECTION.FIELD=VALUE ...]",
+            "Evaluate a published model, or a weight version of a run, on questions with answers.",
+            "jaxrl eval (--weights=PATH --data=FILE.jsonl | --run=DIR) [--size=N] ...",
             "jaxrl.cli.evaluate",
             EvalOptions,
         ),
         Command(
             "generate",
-            "Complete a prompt with a published weight version of a run.",
-            'jaxrl generate "PROMPT" --run=DIR [--version=N] [--temperature=T] ...',
+            "Complete a prompt with a published model, or with a weight version of a run.",
+            'jaxrl generate "PROMPT" (--weights=PATH | --run=DIR) [--temperature=T] ...',
             "jaxrl.cli.generate",
             GenerateOptions,
             positional="prompt",
@@ -133,7 +87,8 @@ class Arguments:
 
     `options` is the record of the command's own flags (`TrainOptions`, `EvalOptions`,
     `GenerateOptions`, `ConvertOptions`), `config` the validated config with `overrides` (path ->
-    text) applied: that of the config file, or of the run's config.json.
+    text) applied: that of the config file, of the run's config.json, or the one that serves
+    published weights.
     """
 
     command: str
@@ -157,11 +112,15 @@ def parse_arguments(command: Command, argv: Sequence[str]) -> Arguments:
     options = _read_options(command, given, words)
     if command.name == "train":
         config = load_config_file(options.config)
-    else:
+    elif options.run:
         config = load_config(Path(options.run) / "config.json")
+    else:
+        config = weights_config(options)
     config = apply_overrides(config, overrides)
     if isinstance(options, GenerateOptions):
         options = _with_defaults(options, config)
+    elif isinstance(options, EvalOptions):
+        config = _with_flags(config, options)
     return Arguments(command.name, options, config, overrides)
 
 
@@ -241,10 +200,30 @@ def _read_options(command: Command, given: Mapping[str, str], words: Sequence[st
 
 
 def _with_defaults(options: GenerateOptions, config: ExperimentConfig) -> GenerateOptions:
-    """What was left open is taken from the run's config."""
+    """What was left open is taken from the config.
+
+    Except the length with --weights: how much fits is known once the prompt has been encoded.
+    """
     temperature, longest = options.temperature, options.max_new_tokens
+    if longest is None and options.run:
+        longest = config.rollout.max_new_tokens
     return dataclasses.replace(
         options,
         temperature=config.eval.temperature if temperature is None else temperature,
-        max_new_tokens=config.rollout.max_new_tokens if longest is None else longest,
+        max_new_tokens=longest,
+    )
+
+
+def _with_flags(config: ExperimentConfig, options: EvalOptions) -> ExperimentConfig:
+    """The config with what the flags of `eval` say."""
+    evaluation = {
+        name: value
+        for name in ("temperature", "max_new_tokens")
+        if (value := getattr(options, name)) is not None
+    }
+    rewards = {"scorer": options.scorer} if options.scorer else {}
+    return dataclasses.replace(
+        config,
+        eval=dataclasses.replace(config.eval, **evaluation),
+        rewards=dataclasses.replace(config.rewards, **rewards),
     )

@@ -187,6 +187,12 @@ class DataConfig:
         "text of the prompt around the question; may name metadata of the examples too",
         rules.template(),
     )
+    answer_format: Literal["auto", "plain", "gsm8k"] = common(
+        "auto",
+        "form of the answers of source jsonl. gsm8k: a solution, then the answer behind the last "
+        "####, in every line; training on answers then learns the whole text. plain: the answer "
+        "alone. auto: what follows #### where there is one, else the whole answer",
+    )
     tokenizer: str = common(
         "chars",
         'tokenizer: "chars", "bytes", or path of a tokenizer.json or GGUF file',
@@ -218,6 +224,8 @@ class DataConfig:
         for name in ("system_prompt", "chat_variables"):
             value = getattr(self, name)
             demand(self.chat or not value, f"data.{name}", value, "empty, unless data.chat is true")
+        form = self.answer_format
+        demand(form == "auto" or not gym, "data.answer_format", form, f"'auto', because of {why}")
 
 
 @section("sft.")

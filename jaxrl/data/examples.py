@@ -19,6 +19,7 @@ Split = Literal["train", "eval"]
 class Example:
     """One question with its one right answer.
 
+    `target` is the text that supervised training teaches, where that is more than the answer.
     `metadata` is what the source says besides; it holds plain values only (text, numbers, lists,
     mappings) and MAY GIVE THE ANSWER AWAY (reasoning-gym's often does, and the `solution` of a
     jsonl answer does): it goes to the scorer, and into the prompt only where `template` names it.
@@ -28,6 +29,12 @@ class Example:
     answer: str
     metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     template: str = "{question}"
+    target: str = ""
+
+    @property
+    def demonstration(self) -> str:
+        """What a model is to write: `target`, or else the answer."""
+        return self.target or self.answer
 
     def pieces(self) -> list[tuple[str, bool]]:
         """The prompt as (text, whether the text stands in the template itself) pairs."""

@@ -10,6 +10,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from jaxrl.config.gguf_header import GgufHeader, read_header
+from jaxrl.data.model_files import GGUF_CHAT
 from jaxrl.errors import DataError
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -78,9 +79,9 @@ def gguf_chat_template(path: str | os.PathLike[str]) -> str | None:
 
     Raises `DataError` for a damaged file.
     """
-    template = read_header(path, DataError).metadata.get("tokenizer.chat_template")
+    template = read_header(path, DataError).metadata.get(GGUF_CHAT)
     if template is not None and not isinstance(template, str):
-        raise DataError(f"{path}: tokenizer.chat_template must be text")
+        raise DataError(f"{path}: {GGUF_CHAT} must be text")
     return template
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from jaxrl.data.examples import Example, Split, check_template
 from jaxrl.errors import DataError
@@ -16,8 +17,13 @@ from jaxrl.errors import DataError
 if TYPE_CHECKING:
     from jaxrl.config import DataConfig
 
+AnswerFormat = Literal["auto", "plain", "gsm8k"]
+
 ANSWER_MARK = "####"
 """GSM8K writes the solution and then `#### 42`: the answer is what follows the last mark."""
+
+
+_THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
 
 
 def read_split(config: DataConfig, split: Split) -> list[Example]:
@@ -26,7 +32,9 @@ def read_split(config: DataConfig, split: Split) -> list[Example]:
     Both splits come from the one file, by the hash of seed and prompt: the held-out prompts are the
     same whatever `train_size` is, and lines that are added or moved change few of them.
     """
-    examples = read_jsonl(config.path, template=config.prompt_template)
+    examples = read_jsonl(
+        config.path, template=config.prompt_template, answer_format=config.answer_format
+    )
     held_out: dict[str, Example] = {}
     for example in sorted(examples, key=_by_hash(config.eval_seed)):
         if len(held_out) < config.eval_size:
@@ -43,15 +51,19 @@ def read_split(config: DataConfig, split: Split) -> list[Example]:
     return sorted(rest, key=_by_hash(config.train_seed))[: config.train_size]
 
 
-def read_jsonl(path: str | Path, *, template: str = "{question}") -> list[Example]:
+def read_jsonl(
+    path: str | Path, *, template: str = "{question}", answer_format: AnswerFormat = "auto"
+) -> list[Example]:
     """All examples of a file whose records have `question` and `answer`; other keys are metadata.
 
-    An answer may be text or a number. `… #### 42` gives the answer "42", and the whole text as
-    metadata `solution`. Empty lines are skipped. Raises `DataError` with file and line number.
+    An answer may be text or a number. With "auto", `… #### 42` gives the answer "42", and the whole
+    text as metadata `solution`. With "gsm8k" every answer must be like that; commas between
+    thousands are left out, and the whole text is the target of supervised training. With "plain"
+    the mark means nothing. Empty lines are skipped. Raises `DataError` with file and line number.
     """
     path = Path(path)
     examples = [
-        _example(_record(line, f"{path}:{number}"), f"{path}:{number}", template)
+        _example(_record(line, f"{path}:{number}"), f"{path}:{number}", template, answer_format)
         for number, line in _lines(path)
         if line.strip()
     ]
@@ -91,7 +103,7 @@ def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not JSON")
 
 
-def _example(record: dict[str, Any], where: str, template: str) -> Example:
+def _example(record: dict[str, Any], where: str, template: str, form: AnswerFormat) -> Example:
     for key in ("question", "answer"):
         if key not in record:
             raise DataError(f"{where}: no {key!r}; the record has {sorted(record)}")
@@ -100,13 +112,21 @@ def _example(record: dict[str, Any], where: str, template: str) -> Example:
         raise DataError(f"{where}: 'question' must be a text that is not empty, got {question!r}")
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise DataError(f"{where}: 'answer' must be a text or a number, got {answer!r}")
-    answer = str(answer)
-    if ANSWER_MARK in answer:
-        record["solution"] = answer
-        answer = answer.rpartition(ANSWER_MARK)[2].strip()
+    text = answer = str(answer)
+    marked = ANSWER_MARK in text
+    if form == "gsm8k" and not marked:
+        raise DataError(
+            f"{where}: 'answer' must hold {ANSWER_MARK} and then the answer, because of "
+            f"data.answer_format='gsm8k'; got {text[:60]!r}"
+        )
+    if marked and form != "plain":
+        record["solution"] = text
+        answer = text.rpartition(ANSWER_MARK)[2].strip()
+    if form == "gsm8k":
+        answer = _THOUSANDS.sub("", answer)
     if not answer.strip():
         raise DataError(f"{where}: 'answer' is empty")
-    return Example(question, answer, record, template)
+    return Example(question, answer, record, template, text if form == "gsm8k" else "")
 
 
 def _by_hash(seed: int) -> Callable[[Example], bytes]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxrl.config.gguf_header import is_gguf, read_header
 from jaxrl.errors import DataError
 
 if TYPE_CHECKING:
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
 
 CONFIG, GENERATION = "tokenizer_config.json", "generation_config.json"
 CHAT, MORE_CHATS = "chat_template.jinja", "additional_chat_templates"
+
+GGUF_CHAT = "tokenizer.chat_template"
+"""Key of the template in the metadata of a GGUF file."""
 
 _ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
@@ -50,6 +54,13 @@ def write_stop_ids(folder: Path, ids: Sequence[int]) -> None:
     path = folder / GENERATION
     content = {**_record(path), "eos_token_id": list(ids)}
     path.write_text(json.dumps(content), encoding="utf-8")
+
+
+def has_chat_template(spec: str) -> bool:
+    """Whether the model in the folder or GGUF file `spec` says how it is asked."""
+    if is_gguf(spec):
+        return isinstance(read_header(spec, DataError).metadata.get(GGUF_CHAT), str)
+    return "default" in chat_templates(Path(spec))
 
 
 def chat_templates(folder: Path) -> dict[str, str]:

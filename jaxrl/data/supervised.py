@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 class SupervisedBatches:
     """Endless iterator of `TrajectoryBatch`: every batch packs `batch_size` sequences.
 
-    A sequence is the prompt, the answer and eos; the loss counts answer and eos. With `chat` it is
-    the conversation, the assistant's reply and what ends a reply in that template. Examples are
+    A sequence is the prompt, the demonstration (the answer, or a solution that ends with it) and
+    eos; the loss counts the last two. With `chat` it is the conversation, the assistant's reply and
+    what ends a reply in that template. Examples are
     shuffled anew every epoch. The shape [rows, row_length] never changes: without `rows` it is the
     least number that holds any batch. `state()` is the position, as JSON; after `restore(state)`
     the same batches follow, bit for bit.
@@ -48,7 +49,7 @@ class SupervisedBatches:
     ):
         prompts = encode_prompts(examples, tokenizer, None, chat)
         self._sequences = [
-            _sequence(prompt, _answer(example.answer, tokenizer, chat))
+            _sequence(prompt, _answer(example.demonstration, tokenizer, chat))
             for example, prompt in zip(examples, prompts, strict=True)
         ]
         self._row_length = row_length
@@ -159,8 +160,13 @@ def careless(
     """
     cut = np.random.default_rng(seed).random(len(examples)) < fraction
     return [
-        dataclasses.replace(example, answer=example.answer[:-1])
-        if chosen and len(example.answer) > max(above, 1)
+        dataclasses.replace(example, **{_taught(example): example.demonstration[:-1]})
+        if chosen and len(example.demonstration) > max(above, 1)
         else example
         for example, chosen in zip(examples, cut, strict=True)
     ]
+
+
+def _taught(example: Example) -> str:
+    """The field that supervised training learns from."""
+    return "target" if example.target else "answer"

@@ -12,6 +12,7 @@ import dataclasses
 import itertools
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
@@ -22,6 +23,7 @@ from jaxrl.inference.batcher import IN_FLIGHT, Batcher, InFlight
 from jaxrl.inference.engine import Engine
 from jaxrl.inference.requests import Limits, Request, check_request
 from jaxrl.inference.steps import Params
+from jaxrl.inference.streaming import Channel, TokenStream
 from jaxrl.types import Completion, SamplingParams, WeightVersion
 from jaxrl.weights.digest import verify as verify_digest
 
@@ -104,11 +106,14 @@ class Driver:
         self._cancelled = 0
         self._busy = 0.0
 
-    def start(self) -> Driver:
-        """Compiles the engine's programs if need be and starts the thread. Raises DriverError."""
+    def start(self, *, prefill_buckets: Sequence[int] | None = None) -> Driver:
+        """Compiles the engine's programs if need be and starts the thread. Raises DriverError.
+
+        `prefill_buckets`: as for `Engine.warm_up`.
+        """
         if self._thread is not None:
             raise DriverError("the driver has been started already")
-        self.engine.warm_up()
+        self.engine.warm_up(prefill_buckets=prefill_buckets)
         self._thread = threading.Thread(target=self._run, name="jaxrl-driver", daemon=True)
         self._thread.start()
         return self
@@ -147,11 +152,24 @@ class Driver:
         tokens int [P]. Raises RequestError for a request that cannot be served and DriverError if
         the driver has failed or stopped. A driver not yet started keeps it until `start`.
         """
+        return self._enqueue(tokens, params, None)
+
+    def stream(self, tokens: np.ndarray, params: SamplingParams) -> TokenStream:
+        """Queues a request -> its tokens as they are decoded, for `for` or `async for`.
+
+        Errors as for `submit`; those of a request on its way come out of the stream.
+        """
+        channel = Channel()
+        future = self._enqueue(tokens, params, channel)
+        future.add_done_callback(lambda _: channel.end())
+        return TokenStream(future, channel)
+
+    def _enqueue(self, tokens: Any, params: SamplingParams, channel: Channel | None) -> Future:
         prompt = check_request(tokens, params, self._limits)
         with self._changed:
             if self._closed is not None:
                 raise DriverError(str(self._closed)) from self._closed.__cause__
-            request = Request(self._arrivals, prompt, params, Future())
+            request = Request(self._arrivals, prompt, params, Future(), channel)
             self._arrivals += 1
             self._waiting[request.number] = request
             self._changed.notify()

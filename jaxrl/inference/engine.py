@@ -96,11 +96,17 @@ class Engine:
         """Number of programs compiled so far; constant after `warm_up`."""
         return len(self._compiled)
 
-    def warm_up(self, params: Params | None = None) -> None:
-        """Compiles every program; checks `params` if given. Nothing compiles later."""
+    def warm_up(
+        self, params: Params | None = None, *, prefill_buckets: Sequence[int] | None = None
+    ) -> None:
+        """Compiles every program; checks `params` if given. Nothing compiles later.
+
+        With `prefill_buckets`, prompts of other buckets wait for their programs when they come.
+        """
         if params is not None:
             self.check_params(params)
-        prefills = [(r, b) for b in self.prefill_buckets for r in self.prefill_rows]
+        buckets = self.prefill_buckets if prefill_buckets is None else prefill_buckets
+        prefills = [(r, b) for b in buckets for r in self.prefill_rows]
         keys = [("generate", attend) for attend in self.attend_buckets]
         keys += [(verb, *sizes) for sizes in prefills for verb in ("prefill", "copy")]
         keys += [("init",), ("start",)]

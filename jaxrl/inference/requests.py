@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl.errors import DriverError, RequestError
+from jaxrl.inference.streaming import Channel, Chunk
 from jaxrl.types import Completion, SamplingParams
 
 
@@ -77,12 +78,14 @@ def _is_int(value: Any) -> bool:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Request:
-    """One request on its way. `number` counts arrivals; `future` gets a Completion or an error."""
+    """One request on its way. `number` counts arrivals; `future` gets a Completion or an error;
+    `channel`, if there is one, gets the tokens as they come."""
 
     number: int
     prompt: np.ndarray
     params: SamplingParams
     future: Future
+    channel: Channel | None = None
     results: list[np.ndarray] = dataclasses.field(default_factory=list)
     given: int = 0
     finished: bool = False
@@ -114,15 +117,14 @@ class Request:
         # A copy of the few rows: a view would keep the whole dispatch's result alive.
         self.results.append(valid.copy())
         self.given += len(valid)
+        if self.channel is not None:
+            self.channel.put(Chunk(*_arrays(self.results[-1])))
         stopped = int(valid[-1, 0]) in self.params.stop_tokens
         self.finished = stopped or self.given >= self.params.max_tokens
 
     def completion(self, tokenizer: Any = None) -> Completion:
         """The finished completion; raises DriverError if the weights gave numbers that are none."""
-        rows = np.concatenate(self.results)
-        tokens = np.ascontiguousarray(rows[:, 0])
-        logprobs = np.ascontiguousarray(rows[:, 3]).view(np.float32)
-        versions = np.ascontiguousarray(rows[:, 2])
+        tokens, logprobs, versions = _arrays(np.concatenate(self.results))
         bad = np.flatnonzero(~np.isfinite(logprobs))
         if bad.size:
             raise DriverError(
@@ -134,3 +136,9 @@ class Request:
         if tokenizer is not None:
             text = tokenizer.decode([int(t) for t in (tokens[:-1] if stopped else tokens)])
         return Completion(tokens, logprobs, versions, "stop" if stopped else "length", text)
+
+
+def _arrays(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rows int32 [k, 4] of token, valid, version, logp -> tokens, logprobs, versions [k] each."""
+    logprobs = np.ascontiguousarray(rows[:, 3]).view(np.float32)
+    return np.ascontiguousarray(rows[:, 0]), logprobs, np.ascontiguousarray(rows[:, 2])

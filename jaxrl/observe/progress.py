@@ -35,11 +35,13 @@ class Progress:
         *,
         stream: TextIO | None = None,
         interval_s: float = 10.0,
+        unit: str = "step",
         clock: Callable[[], float] = time.monotonic,
     ):
         self._total = total_steps
         self._stream = stream or sys.stderr
         self._interval_s = interval_s
+        self._unit = unit
         self._clock = clock
         self._recent: deque[tuple[int, float]] = deque(maxlen=_WINDOW)
         self._shown_at: float | None = None
@@ -51,7 +53,8 @@ class Progress:
         """See `Writer`. A metric that a step lacks (accuracy) keeps its last value."""
         self._latest.update(values)
         now = self._clock()
-        line = format_line(step, self._total, self._latest, self._seconds_left(step, now))
+        left = self._seconds_left(step, now)
+        line = format_line(step, self._total, self._latest, left, unit=self._unit)
         if self._live is not None:
             self._live.update(_one_line(line))
             return
@@ -102,10 +105,15 @@ def _one_line(line: str) -> Any:
 
 
 def format_line(
-    step: int, total: int, values: Mapping[str, float], seconds_left: float | None
+    step: int,
+    total: int,
+    values: Mapping[str, float],
+    seconds_left: float | None,
+    *,
+    unit: str = "step",
 ) -> str:
-    """One line: step, the columns for which there are values, and the time left."""
-    parts = [f"step {step}/{total}"]
+    """One line: steps (or another unit), the columns that have values, and the time left."""
+    parts = [f"{unit} {step}/{total}"]
     parts += [
         f"{label} {form.format(values[name])}"
         for label, (name, form) in COLUMNS.items()

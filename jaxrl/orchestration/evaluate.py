@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -65,18 +65,28 @@ def evaluate(
     *,
     version: WeightVersion,
     seed: int = 0,
-    timeout_s: float = 600.0,
+    timeout_s: float | None = 600.0,
+    watch: Callable[[Prompt, Completion, float | None], None] = lambda *_: None,
 ) -> Evaluation:
     """Sample each prompt once under `version` and score it. Runs an event loop of its own.
 
-    Raises `WeightVersionError` if a token of another version appears, `DeadlineError` after
-    `timeout_s`, `RewardError` if the scorer fails.
+    `watch` is called for each prompt that has been scored, as soon as it has (None: the scorer ran
+    out of time). Raises `WeightVersionError` if a token of another version appears, `DeadlineError`
+    after `timeout_s` (None: never), and `RewardError` as soon as the scorer fails.
     """
     began = time.monotonic()
-    outcomes = _run(_all(sampler, pool, prompts, params, seed, timeout_s))
+
+    async def one(prompt: Prompt) -> tuple[Completion, float | None]:
+        own = dataclasses.replace(params, seed=derive_seed(seed, prompt.id, 0))
+        completion = await sampler.sample(prompt.tokens, own)
+        score = _score(prompt, await pool.score(completion, prompt.reference))
+        watch(prompt, completion, score)
+        return completion, score
+
+    outcomes = _run(_all([one(prompt) for prompt in prompts], timeout_s))
     completions = [completion for completion, _ in outcomes]
     _require_version(prompts, completions, version)
-    scores = [_score(p, result) for p, (_, result) in zip(prompts, outcomes, strict=True)]
+    scores = [score for _, score in outcomes]
     known = [score for score in scores if score is not None]
     return Evaluation(
         version=version,
@@ -103,20 +113,8 @@ def _run(work: Coroutine[Any, Any, Any]) -> Any:
         return thread.submit(asyncio.run, work).result()
 
 
-async def _all(
-    sampler: Sampler,
-    pool: ScorePool,
-    prompts: Sequence[Prompt],
-    params: SamplingParams,
-    seed: int,
-    timeout_s: float,
-) -> list[tuple[Completion, ScoreResult]]:
-    async def one(prompt: Prompt) -> tuple[Completion, ScoreResult]:
-        own = dataclasses.replace(params, seed=derive_seed(seed, prompt.id, 0))
-        completion = await sampler.sample(prompt.tokens, own)
-        return completion, await pool.score(completion, prompt.reference)
-
-    tasks = [asyncio.ensure_future(one(prompt)) for prompt in prompts]
+async def _all(work: Sequence[Coroutine[Any, Any, Any]], timeout_s: float | None) -> list[Any]:
+    tasks = [asyncio.ensure_future(one) for one in work]
     try:
         async with asyncio.timeout(timeout_s) as limit:
             return list(await asyncio.gather(*tasks))

@@ -4,11 +4,15 @@ out."""
 from __future__ import annotations
 
 import string
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+import numpy as np
 
 from jaxrl.config import ExperimentConfig
 from jaxrl.data.examples import Example
 from jaxrl.data.prompts import encode_prompt
+from jaxrl.data.streaming import TextDecoder
 from jaxrl.errors import RequestError
 from jaxrl.inference.driver import Driver
 from jaxrl.inference.engine import Engine
@@ -54,6 +58,43 @@ def make_driver(
     return driver.start()
 
 
+def make_driver_for(
+    parts: Parts,
+    params: Any,
+    version: WeightVersion,
+    prompts: Sequence[np.ndarray],
+    *,
+    new_tokens: int,
+) -> Driver:
+    """A started driver for these prompts int [P] alone, which compiles no more than they need.
+
+    `params` belong to it from then on, and were verified: their digest is not computed again.
+    Raises `RequestError` if a prompt and `new_tokens` are longer than the model takes.
+    """
+    config, most = parts.config, parts.model.config.max_length
+    longest = max(map(len, prompts))
+    if longest + new_tokens > most:
+        raise RequestError(
+            f"prompt of {longest} tokens + {new_tokens} new ones = {longest + new_tokens} is "
+            f"beyond the {most} tokens that the model takes (model.max_length)"
+        )
+    buckets = [*(b for b in prompt_buckets(config) if b < most), most]
+    needed = sorted({next(b for b in buckets if b >= len(prompt)) for prompt in prompts})
+    length = min(needed[-1] + new_tokens, most)
+    shards = parts.row_shards
+    engine = Engine(
+        parts.model,
+        slots=-(-min(config.rollout.slots, len(prompts)) // shards) * shards,
+        max_length=length,
+        prefill_buckets=needed,
+        attend_buckets=(length,),
+        steps_per_dispatch=config.rollout.steps_per_dispatch,
+        mesh=parts.mesh,
+    )
+    driver = Driver(engine, params, version, tokenizer=parts.tokenizer, verify=False)
+    return driver.start(prefill_buckets=needed)
+
+
 def make_pool(config: ExperimentConfig) -> RewardPool:
     """The started reward processes."""
     rewards = config.rewards
@@ -68,6 +109,32 @@ def eval_params(parts: Parts) -> SamplingParams:
         temperature=parts.config.eval.temperature,
         stop_tokens=parts.stop_ids,
     )
+
+
+def text_request(
+    parts: Parts,
+    text: str,
+    *,
+    max_new_tokens: int = 0,
+    temperature: float | None = None,
+    seed: int = 0,
+    raw: bool = False,
+) -> tuple[np.ndarray, SamplingParams]:
+    """A prompt by hand -> its tokens int32 [P], and how to sample; as for `TextSampler.generate`.
+
+    Raises `RequestError` for an empty prompt.
+    """
+    if not text.strip():
+        raise RequestError(f"prompt {text!r} is empty: it must hold something to complete")
+    config = parts.config
+    example = as_example("" if raw else config.data.prompt_template, text)
+    params = SamplingParams(
+        max_tokens=max_new_tokens or config.eval_new_tokens,
+        temperature=config.eval.temperature if temperature is None else temperature,
+        seed=seed,
+        stop_tokens=parts.stop_ids,
+    )
+    return encode_prompt(example, parts.tokenizer, None if raw else parts.chat), params
 
 
 class TextSampler:
@@ -97,18 +164,47 @@ class TextSampler:
         tokens and all, without a chat.
         Raises `RequestError` for an empty or too long prompt.
         """
-        if not text.strip():
-            raise RequestError(f"prompt {text!r} is empty: it must hold something to complete")
-        config = self._parts.config
-        example = as_example("" if raw else config.data.prompt_template, text)
-        tokens = encode_prompt(example, self._parts.tokenizer, None if raw else self._parts.chat)
-        params = SamplingParams(
-            max_tokens=max_new_tokens or config.eval_new_tokens,
-            temperature=config.eval.temperature if temperature is None else temperature,
+        tokens, params = text_request(
+            self._parts,
+            text,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
             seed=seed,
-            stop_tokens=self._parts.stop_ids,
+            raw=raw,
         )
         return self._driver.sample_blocking(tokens, params)
+
+
+class TextPieces:
+    """The text of one completion while it is decoded: iterate once, then read `completion`.
+
+    The pieces are whole characters, and together the completion's text. Leaving early cancels it.
+    `first_chunk` is the number of tokens that came first, all at once (0: none yet).
+    """
+
+    def __init__(self, driver: Driver, tokens: np.ndarray, params: SamplingParams):
+        self._stream = driver.stream(tokens, params)
+        self._tokenizer, self._stops = driver.tokenizer, params.stop_tokens
+        self.first_chunk = 0
+
+    def __iter__(self) -> Iterator[str]:
+        decoder = TextDecoder(self._tokenizer)
+        with self._stream:
+            for chunk in self._stream:
+                self.first_chunk = self.first_chunk or len(chunk.tokens)
+                # A stop token ends the completion and is not part of its text.
+                shown = [int(t) for t in chunk.tokens if int(t) not in self._stops]
+                yield decoder.push(shown)
+            yield decoder.finish()
+
+    def close(self) -> None:
+        """Cancel what has not been decoded yet."""
+        self._stream.close()
+
+    @property
+    def completion(self) -> Completion:
+        """The whole completion."""
+        return self._stream.completion
 
 
 def as_example(template: str, text: str) -> Example:

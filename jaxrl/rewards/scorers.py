@@ -11,10 +11,15 @@ from fractions import Fraction
 from typing import Any
 
 from jaxrl.errors import ConfigError
+from jaxrl.rewards.symbolic import symbolic
 from jaxrl.types import Completion
 
 Scorer = Callable[[Completion, Mapping[str, Any]], float]
-"""A reward function: the completion and the prompt's reference -> a finite number."""
+"""A reward function: the completion and the prompt's reference -> a finite number.
+
+An object may be one too. Its reward process then calls `prepare()` once before the first item, and
+may from there on grow by `memory_bytes` at most, if it has them.
+"""
 
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 _DECIMAL = rf"(?:{_DIGITS}(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]{{1,3}}(?![0-9]))?"
@@ -42,8 +47,9 @@ def last_number(completion: Completion, reference: Mapping[str, Any]) -> float:
 
     For models that think aloud before they answer. Raises ValueError as `numeric` does.
     """
+    gold = _gold(reference)  # also where the text has no number: a wrong reference never scores 0
     found = list(_NUMBER.finditer(_plain_signs(completion.text)))
-    return float(bool(found) and _value(found[-1]) == _gold(reference))
+    return float(bool(found) and _value(found[-1]) == gold)
 
 
 def parse_number(text: str) -> Fraction | None:
@@ -56,15 +62,23 @@ def parse_number(text: str) -> Fraction | None:
     return _value(match) if match else None
 
 
-SCORERS: dict[str, Scorer] = {"exact": exact, "numeric": numeric, "last_number": last_number}
+SCORERS: dict[str, Scorer] = {
+    "exact": exact,
+    "numeric": numeric,
+    "last_number": last_number,
+    "symbolic": symbolic,
+}
 """The scorers that need no module path."""
 
 
 def load_scorer(name: str) -> Scorer:
     """The scorer called `name`: a key of `SCORERS`, or "package.module:function".
 
-    Raises `ConfigError` that says what is wrong with the name, the module or the function.
+    Raises `ConfigError` that says what is wrong with the name, the module or the function, or which
+    package is not installed.
     """
+    if name == "symbolic":
+        symbolic.check()
     if name in SCORERS:
         return SCORERS[name]
     module_name, separator, path = name.partition(":")

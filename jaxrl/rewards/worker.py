@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import importlib
 import json
 import math
 import numbers
@@ -69,6 +70,8 @@ def _serve(channel: socket.socket, timeout_s: float) -> None:
         return
     try:
         scorer = pickle.loads(scorer_bytes)
+        getattr(scorer, "prepare", lambda: None)()
+        _limit_memory(getattr(scorer, "memory_bytes", 0))
     except BaseException as error:
         _reply(channel, event="failed", detail=_describe(error))
         return
@@ -87,6 +90,26 @@ def _serve(channel: socket.socket, timeout_s: float) -> None:
             result = _score(scorer, completion, reference)
             faulthandler.cancel_dump_traceback_later()
             _reply(channel, event="done", **result)
+
+
+def _limit_memory(growth: int) -> None:
+    """Let this process grow by so many bytes from now on (0: without limit), where the system can:
+    beyond that an allocation is a MemoryError, and not the end of some other process."""
+    if not growth:
+        return
+    # Completions need numpy, which takes memory for its threads when it is imported.
+    importlib.import_module("jaxrl.types")
+    try:
+        import resource
+
+        with open("/proc/self/statm") as file:
+            present = int(file.read().split()[0]) * resource.getpagesize()
+    except (ImportError, OSError):
+        return
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    wanted = present + growth
+    soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def _score(scorer: Any, completion: Any, reference: Any) -> dict[str, Any]:

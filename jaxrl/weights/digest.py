@@ -34,8 +34,8 @@ _FORMAT = (
 def compute_digest(params: Any) -> str:
     """64 hexadecimal digits that identify the exact bits of every leaf under its name.
 
-    `params` is a tree of jax or numpy arrays on one set of devices, in any layout. All leaves go
-    through one compiled program with one small result; this waits for it. -0.0 and 0.0, and NaNs
+    `params` is a tree of jax or numpy arrays on one set of devices, in any layout. Nothing but one
+    small result leaves the devices; this waits for it. -0.0 and 0.0, and NaNs
     with different payloads, count as different. Raises `ValueError` for leaves that have no plain
     bits (complex numbers, sub-byte types, random keys), for dtypes that jax would convert on the
     way, for two leaves of one name, and for a dimension of 2^32 elements or more.
@@ -112,16 +112,19 @@ def _layout(leaves: Sequence[Any]) -> tuple[Mesh | None, tuple[PartitionSpec, ..
 def _program(
     names: tuple[str, ...], mesh: Mesh | None, specs: tuple[PartitionSpec, ...]
 ) -> Callable[[list], jax.Array]:
-    """Jitted: list of leaves -> lanes uint32 [leaves, 4]; kept, to compile once per layout."""
+    """Function: list of leaves -> lanes uint32 [leaves, 4]; kept, to compile once per layout."""
     salts = [_constants(f"leaf {name}") for name in names]
 
-    def whole(leaves: list[jax.Array]) -> jax.Array:
+    def one_by_one(leaves: list[jax.Array]) -> jax.Array:
+        # A program for each shape, not one for all leaves: those of a deep model take half a minute
+        # to compile together, and nothing is gained, as there is nothing to send.
         if not leaves:
             return jnp.zeros((0, _LANES), jnp.uint32)
-        return jnp.stack([_lanes(x, salt) for x, salt in zip(leaves, salts, strict=True)])
+        pairs = zip(leaves, salts, strict=True)
+        return _stack([_lanes_of_whole(x, np.array(salt, np.uint32)) for x, salt in pairs])
 
     if mesh is None:
-        return jax.jit(whole)
+        return one_by_one
 
     def local(leaves: list[jax.Array]) -> jax.Array:
         lanes = []
@@ -139,7 +142,7 @@ def _program(
     )
 
 
-def _lanes(x: jax.Array, salt: tuple[int, ...], offsets: Sequence[Any] | None = None) -> jax.Array:
+def _lanes(x: jax.Array, salt: Sequence[Any], offsets: Sequence[Any] | None = None) -> jax.Array:
     """x [...] (a shard that starts at `offsets`) -> the four sums, uint32 [4]."""
     bits = _bits(x)
     if offsets is not None:
@@ -156,6 +159,10 @@ def _lanes(x: jax.Array, salt: tuple[int, ...], offsets: Sequence[Any] | None = 
     zeros = (jnp.uint32(0),) * _LANES
     sums = jax.lax.reduce(hashes, zeros, _add, tuple(range(bits.ndim)))
     return jnp.stack(sums)
+
+
+_lanes_of_whole = jax.jit(lambda x, salt: _lanes(x, salt))
+_stack = jax.jit(jnp.stack)
 
 
 def _add(left: tuple, right: tuple) -> tuple:

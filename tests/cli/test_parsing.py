@@ -157,7 +157,8 @@ def test_parse_train_mistake_message_names_it(tiny, argv, message):
     [
         (["train"], "--config is required: Python file with get_config()"),
         (["train", "--config=none.py"], "none.py: cannot be read: No such file"),
-        (["eval"], "--run is required: output folder of a run"),
+        (["eval"], "exactly one of --run and --weights must be given; neither is given"),
+        (["convert"], "--run is required: output folder of a run"),
         (["eval", "--run=none"], "none/config.json: cannot be read: No such file"),
         (["generate", "--run=x"], "generate takes one prompt (in quotes), got 0"),
         (["generate", "two", "words", "--run=x"], "generate takes one prompt (in quotes), got 2"),

@@ -30,3 +30,11 @@ def test_careless_share_of_cut_answers_is_the_fraction():
     cut = answers(["abcde"] * 2000, fraction=0.85, above=4)
 
     assert abs(sum(answer == "abcd" for answer in cut) / 2000 - 0.85) < 0.03
+
+
+def test_careless_cuts_the_solution_where_that_is_what_is_taught():
+    whole = Example("q", "42", target="so it is #### 42")
+
+    (cut,) = careless([whole], fraction=1.0, above=0, seed=0)
+
+    assert (cut.answer, cut.demonstration) == ("42", "so it is #### 4")

@@ -52,6 +52,49 @@ def test_read_jsonl_gsm8k_answer_is_what_follows_the_mark(tmp_path):
     assert example.metadata == {"solution": text}
 
 
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("so\n#### 18", "18"),
+        ("no #### 3, but #### -1,234,567.5 ", "-1234567.5"),
+        ("####18", "18"),
+        ("#### 1,2 and 3,400", "1,2 and 3400"),
+    ],
+)
+def test_read_jsonl_gsm8k_format_gives_answer_and_whole_target(text, answer, tmp_path):
+    path = write(tmp_path / "a.jsonl.gz", [{"question": "q", "answer": text}])
+
+    (example,) = read_jsonl(path, answer_format="gsm8k")
+
+    assert (example.answer, example.demonstration) == (answer, text)
+    assert example.metadata == {"solution": text}
+
+
+def test_read_jsonl_gsm8k_format_line_without_mark_is_named(tmp_path):
+    rows = [{"question": "q", "answer": a} for a in ("#### 1", "so it is 2")]
+
+    with pytest.raises(DataError, match="a.jsonl:2: 'answer' must hold #### .* got 'so it is 2'"):
+        read_jsonl(write(tmp_path / "a.jsonl", rows), answer_format="gsm8k")
+
+
+def test_read_jsonl_plain_format_takes_the_mark_as_text(tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"question": "q", "answer": "a #### b"}])
+
+    (example,) = read_jsonl(path, answer_format="plain")
+
+    assert (example.answer, example.demonstration, example.metadata) == ("a #### b", "a #### b", {})
+
+
+def test_load_examples_reads_answers_in_the_format_of_the_config(tmp_path):
+    rows = [{"question": f"q{i}", "answer": f"so #### 1,00{i}"} for i in range(9)]
+    path = write(tmp_path / "a.jsonl", rows)
+
+    examples = load_examples(config(path, answer_format="gsm8k"), "eval")
+
+    assert {e.answer[:3] for e in examples} == {"100"}
+    assert all(e.target.startswith("so #### 1,00") for e in examples)
+
+
 def test_read_jsonl_number_answer_blank_lines_and_byte_order_mark(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"question": "q", "answer": 7}\r\n\r\n\n')

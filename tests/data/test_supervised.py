@@ -55,6 +55,14 @@ def test_supervised_batches_train_on_answer_and_eos_only():
     assert (batch.versions == -1).all()
 
 
+def test_supervised_batches_train_on_the_whole_solution_where_there_is_one():
+    solved = [Example(f"{i}?", str(i), target=f"so {i}") for i in range(4)]
+
+    batch = next(SupervisedBatches(solved, CHARS, batch_size=4, row_length=20, seed=1))
+
+    assert set(sequences(batch)) == {(f"{i}?", f"so {i}") for i in range(4)}
+
+
 def test_supervised_batches_shape_and_dtypes_never_change():
     stream = batches()
     expected = {

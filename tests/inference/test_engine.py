@@ -165,6 +165,19 @@ def test_nothing_compiles_after_warm_up(tiny, prompts):
     assert compiled == []
 
 
+def test_warm_up_for_some_prompts_leaves_the_others_for_later(tiny, prompts):
+    engine = Engine(tiny.model, slots=2, max_length=48, prefill_buckets=(8,), attend_buckets=(48,))
+
+    engine.warm_up(prefill_buckets=[8])
+    before = engine.compile_count
+    engine.prefill(tiny.params[0], [prompts[1]], 0)
+    short = engine.compile_count
+    engine.prefill(tiny.params[0], [prompts[4]], 0)
+
+    # init, start, generate, and prefill and copy of one bucket.
+    assert (before, short, engine.compile_count) == (5, 5, 6)
+
+
 def test_weights_that_do_not_fit_are_refused_by_name(tiny):
     wrong_dtype = {**tiny.params[0], "embedding": tiny.params[0]["embedding"].astype("bfloat16")}
     with pytest.raises(ValueError, match=r"weight embedding is bfloat16\[40, 32\]"):

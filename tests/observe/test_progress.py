@@ -44,6 +44,16 @@ def test_format_line_without_values_shows_the_step():
     assert format_line(1, 2, {}, None) == "step 1/2"
 
 
+def test_progress_may_count_other_things_than_steps():
+    stream = io.StringIO()
+    progress = Progress(3, stream=stream, unit="prompt")
+
+    progress.write(3, {names.ACCURACY: 1.0}, 0.0)
+    progress.close()
+
+    assert stream.getvalue() == "prompt 3/3  accuracy 100.0%\n"
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"), [(4.4, "4s"), (59.9, "1m00s"), (75, "1m15s"), (3700, "1h01m")]
 )

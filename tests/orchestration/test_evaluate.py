@@ -10,6 +10,7 @@ import pytest
 
 from jaxrl.errors import DeadlineError, RewardError, WeightVersionError
 from jaxrl.orchestration.evaluate import evaluate
+from jaxrl.rewards.pool import RewardPool
 from jaxrl.types import Completion, Prompt, SamplingParams, WeightVersion
 
 VERSION = WeightVersion(3, "d" * 64)
@@ -67,6 +68,29 @@ def test_evaluate_timeouts_are_counted_apart_from_wrong_answers():
     np.testing.assert_allclose(result.reward, 1 / 3, rtol=0, atol=1e-12)
 
 
+def test_evaluate_tells_the_watcher_of_each_prompt_once_it_is_scored():
+    seen = []
+
+    run(ScriptedSampler(), ScriptedPool(), watch=lambda p, c, s: seen.append((p.id, c.text, s)))
+
+    assert sorted(seen) == [
+        ("eval/0", "1", 1.0),
+        ("eval/1", "2", None),
+        ("eval/2", "3", 0.0),
+        ("eval/3", "4", 0.0),
+    ]
+
+
+def test_evaluate_failing_scorer_ends_it_while_others_still_sample():
+    class FirstOnly(ScriptedSampler):
+        async def sample(self, tokens, params):
+            self.hang = tokens[0] != 1
+            return await super().sample(tokens, params)
+
+    with pytest.raises(RewardError, match="eval/0.*broken"):
+        run(FirstOnly(), ScriptedPool(fail=True), timeout_s=None)
+
+
 def test_evaluate_token_of_another_version_is_an_error():
     with pytest.raises(WeightVersionError, match="version 2"):
         run(ScriptedSampler(odd_one=2), ScriptedPool())
@@ -87,3 +111,18 @@ async def test_evaluate_inside_a_running_event_loop_works_as_in_a_notebook():
     result = run(ScriptedSampler(), ScriptedPool())
 
     assert result.prompts == 4
+
+
+def test_evaluate_text_that_keeps_the_scorer_busy_for_ever_costs_one_prompt():
+    pytest.importorskip("math_verify", reason="needs the extra `math`")
+    texts = {1: r"\boxed{9^{9^{9^{9}}}}", 2: r"\boxed{2/2}", 3: "9**9**9**9", 4: "1"}
+
+    class Hostile(ScriptedSampler):
+        async def sample(self, tokens, params):
+            completion = await super().sample(tokens, params)
+            return dataclasses.replace(completion, text=texts[int(tokens[0])])
+
+    with RewardPool("symbolic", workers=2, timeout_s=2.0) as pool:
+        result = run(Hostile(), pool, timeout_s=None)
+
+    assert (result.timeouts, result.accuracy) == (2, 0.5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
@@ -10,9 +11,18 @@ import tokenizers
 
 from jaxrl.data.prompts import encode_prompt
 from jaxrl.errors import DataError, RequestError
-from jaxrl.orchestration.samplers import TextSampler, as_example, eval_params, make_engine
+from jaxrl.orchestration.samplers import (
+    TextPieces,
+    TextSampler,
+    as_example,
+    eval_params,
+    make_driver_for,
+    make_engine,
+    text_request,
+)
 from jaxrl.orchestration.session import Parts, Session
-from jaxrl.types import Completion
+from jaxrl.types import Completion, SamplingParams
+from jaxrl.weights.digest import stamp
 
 WORDS = ["<unk>", "<go>", "<stop>", "<user>", "say", "hello", "{", "}"]
 
@@ -168,3 +178,53 @@ def test_check_system_prompt_that_the_template_refuses_is_found_before_anything_
         Session(chat_parts().config).open()
 
     assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture
+def served(make_config):
+    """Function (prompts, new tokens) -> a started driver of a random model, and its parts."""
+    drivers = []
+
+    def serve(prompts, new_tokens, **changes):
+        parts = Parts(make_config(**changes))
+        params = parts.initial_params()
+        driver = make_driver_for(parts, params, stamp(params, 0), prompts, new_tokens=new_tokens)
+        drivers.append(driver)
+        return driver, parts
+
+    yield serve
+    for driver in drivers:
+        driver.stop()
+
+
+def test_driver_for_prompts_compiles_and_holds_no_more_than_they_need(served):
+    driver, parts = served([np.ones(3, np.int32)] * 3, 5)
+
+    stats, engine = driver.stats(), driver.engine
+    driver.sample_blocking(np.ones(3, np.int32), SamplingParams(5))
+
+    assert engine.max_length == 8 + 5
+    assert engine.slots == -(-3 // parts.row_shards) * parts.row_shards
+    assert stats.compile_count == driver.stats().compile_count == 5
+
+
+def test_driver_for_prompts_that_are_too_long_is_refused_before_anything_is_compiled(served):
+    with pytest.raises(
+        RequestError, match=r"prompt of 9 tokens \+ 8 new ones = 17 is beyond the 16"
+    ):
+        served([np.ones(2, np.int32), np.ones(9, np.int32)], 8)
+
+
+def test_pieces_together_are_the_text_of_the_completion(served):
+    driver, parts = served([np.ones(4, np.int32)] * 4, 8, data={"tokenizer": "bytes"})
+
+    for seed in range(12):
+        tokens, params = text_request(parts, "ab=", max_new_tokens=8, temperature=1.0, seed=seed)
+        # Any of these ends it: half of the completions are cut by a stop token.
+        params = dataclasses.replace(params, stop_tokens=tuple(range(100, 108)))
+        pieces = TextPieces(driver, tokens, params)
+        text = "".join(pieces)
+
+        whole = driver.sample_blocking(tokens, params)
+        assert text == pieces.completion.text == whole.text
+        assert 0 < pieces.first_chunk <= len(whole.tokens)

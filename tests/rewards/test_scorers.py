@@ -92,6 +92,15 @@ def test_numeric_compares_whole_text_as_exact_number(text, answer, score):
         ("x3", "3", 0.0),
         ("none", "0", 0.0),
         ("it is " + "9" * 100_000, "1", 0.0),
+        # As models answer questions like those of GSM8K.
+        ("16 - 7 = 9 eggs.\n#### 18", "18", 1.0),
+        ("She makes $18.00", "18", 1.0),
+        ("She makes 18 dollars.", "18", 1.0),
+        ("**18**", "18", 1.0),
+        ("The answer is \\boxed{18}.", "18", 1.0),
+        ("\\boxed{\\$1,800}", "1800", 1.0),
+        ("$9 * 2 = \\$18$.", "18", 1.0),
+        ("a loss of $-18", "-18", 1.0),
     ],
 )
 def test_last_number_reads_the_last_number_only(text, answer, score):
@@ -99,9 +108,10 @@ def test_last_number_reads_the_last_number_only(text, answer, score):
 
 
 @pytest.mark.parametrize("scorer", [numeric, last_number])
-def test_numeric_reference_that_is_no_number_raises(scorer):
+@pytest.mark.parametrize("text", ["7", "no idea"])
+def test_numeric_reference_that_is_no_number_raises(scorer, text):
     with pytest.raises(ValueError, match="the reference answer 'seven' is not a number"):
-        scorer(said("7"), {"answer": "seven"})
+        scorer(said(text), {"answer": "seven"})
 
 
 @quick
@@ -136,7 +146,7 @@ def test_load_scorer_module_and_function():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("exat", "must be one of exact, numeric, last_number, or .*did you mean 'exact'"),
+        ("exat", "must be one of exact, numeric, last_number, symbolic, or .*did you mean 'exact'"),
         ("jaxrl.rewards.scorers", "must be one of"),
         ("jaxrl.rewards.scorers:", "must be one of"),
         ("no_such_module:f", "module 'no_such_module' cannot be imported: ModuleNotFoundError"),

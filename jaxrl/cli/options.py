@@ -1,0 +1,194 @@
+"""The flags of each command, and the config that stands in where there is no run. Free of jax."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from jaxrl.config import rules
+from jaxrl.config.experiment import ExperimentConfig
+from jaxrl.config.schema import common, required, section
+from jaxrl.config.sections import (
+    MAX_SEED,
+    DataConfig,
+    RewardConfig,
+    RolloutConfig,
+    TrainConfig,
+)
+from jaxrl.errors import ConfigError
+
+NEW_TOKENS = 256
+"""Longest completion of published weights, unless a flag says otherwise or the model is shorter."""
+
+_WEIGHTS = (
+    "published model: a folder with config.json, model.safetensors and tokenizer.json, or a GGUF "
+    "file; asked through its chat template where it has one"
+)
+_SYSTEM = "what the system says to a chat model before; for --weights"
+_LENGTH = "longest sequence in tokens, prompt and completion; none for what the model was made for"
+
+
+@section("--")
+class TrainOptions:
+    """Flags of `jaxrl train`."""
+
+    config: str = required("Python file with get_config(), or the config.json of a run")
+
+
+@section("--")
+class EvalOptions:
+    """Flags of `jaxrl eval`."""
+
+    run: str = common("", "output folder of a run; either this or --weights")
+    version: int = common(
+        -1, "weight version to evaluate", rules.at_least(-1, "-1: the newest published one")
+    )
+    weights: str = common("", _WEIGHTS)
+    data: str = common(
+        "",
+        "JSON-lines file (or .jsonl.gz) with question and answer, all of it; needed with "
+        "--weights; empty: the held-out prompts of the run",
+    )
+    answer_format: Literal["auto", "plain", "gsm8k"] = common(
+        "auto", "form of the answers in --data, as data.answer_format"
+    )
+    size: int = common(0, "number of prompts, the first ones", rules.at_least(0, "0: all"))
+    scorer: str = common(
+        "", "reward function; empty: rewards.scorer of the run, last_number with --weights"
+    )
+    temperature: float | None = common(
+        None,
+        "sampling temperature; none for eval.temperature of the run, greedy with --weights",
+        rules.at_least(0),
+    )
+    max_new_tokens: int | None = common(
+        None,
+        f"longest completion in tokens; none for that of the run, {NEW_TOKENS} with --weights",
+        rules.at_least(1),
+    )
+    max_length: int | None = common(None, f"{_LENGTH}; for --weights", rules.at_least(2))
+    raw: bool = common(
+        False, "the question alone is the prompt, without data.prompt_template and chat template"
+    )
+    system: str = common("", _SYSTEM)
+    predictions: str = common(
+        "", "JSON-lines file to write, with prompt, completion and score; must not exist yet"
+    )
+
+    def check(self) -> None:
+        """One source of weights, and data for those that bring none."""
+        _check_source(self)
+        if self.weights and not self.data:
+            raise ConfigError("--weights needs --data=FILE.jsonl: a model brings no questions")
+        if self.answer_format != "auto" and not self.data:
+            raise ConfigError(f"--answer-format={self.answer_format} needs --data")
+
+
+@section("--")
+class GenerateOptions:
+    """Flags of `jaxrl generate`, and the prompt."""
+
+    prompt: str = required("the text to complete", rules.non_empty())
+    run: str = common("", "output folder of a run; either this or --weights")
+    version: int = common(
+        -1, "weight version to sample from", rules.at_least(-1, "-1: the newest published one")
+    )
+    weights: str = common("", _WEIGHTS)
+    temperature: float | None = common(
+        None,
+        "sampling temperature; none for eval.temperature of the run, greedy with --weights",
+        rules.at_least(0),
+    )
+    max_new_tokens: int | None = common(
+        None,
+        f"longest completion in tokens; none for rollout.max_new_tokens of the run; {NEW_TOKENS}, "
+        "or as many as fit, with --weights",
+        rules.at_least(1),
+    )
+    max_length: int | None = common(None, f"{_LENGTH}; for --weights", rules.at_least(2))
+    seed: int = common(0, "seed of the sampling", rules.within(0, MAX_SEED))
+    n: int = common(1, "number of completions", rules.at_least(1))
+    raw: bool = common(
+        False,
+        "the text is all of the prompt, without data.prompt_template and chat template; it may "
+        "hold special tokens",
+    )
+    system: str = common("", _SYSTEM)
+
+    def check(self) -> None:
+        """One source of weights; several greedy completions would all be the same."""
+        _check_source(self)
+        if self.n > 1 and self.temperature == 0:
+            raise ConfigError(f"--n={self.n} must be 1 when sampling is greedy: set --temperature")
+
+
+@section("--")
+class ConvertOptions:
+    """Flags of `jaxrl convert`."""
+
+    run: str = required("output folder of a run")
+    to: str = required("folder to write, which must not hold a model yet", rules.non_empty())
+    version: int = common(
+        -1, "weight version to convert", rules.at_least(-1, "-1: the newest published one")
+    )
+
+
+def weights_config(options: EvalOptions | GenerateOptions) -> ExperimentConfig:
+    """The config that serves `options.weights`. It exists in memory only, nothing is trained.
+
+    Raises `ConfigError` for a model that cannot be read or is shorter than what is asked for.
+    """
+    # Here, so that a mistake in other flags is told before numpy is imported.
+    from jaxrl.config.published import published_model
+    from jaxrl.data.model_files import has_chat_template
+
+    model = published_model(options.weights)
+    most = model.max_length
+    longest = most if options.max_length is None else options.max_length
+    if longest > most:
+        raise ConfigError(f"--max-length={longest} must be at most {most}, the model's own")
+    new = options.max_new_tokens or min(NEW_TOKENS, longest - 1)
+    if new >= longest:
+        raise ConfigError(
+            f"--max-new-tokens={new} must be below {longest}, the longest sequence: the prompt "
+            "needs room too"
+        )
+    generates = isinstance(options, GenerateOptions)
+    chat = not options.raw and has_chat_template(options.weights)
+    if options.system and not chat:
+        why = "--raw asks without one" if options.raw else f"{options.weights} has none"
+        raise ConfigError(f"--system={options.system!r} needs a chat template; {why}")
+    # One text is worth no long compilation; many are worth the faster steps it gives.
+    model = dataclasses.replace(model, max_length=longest, scan_layers=generates)
+    return ExperimentConfig(
+        model=model,
+        data=DataConfig(
+            source="jsonl",
+            path=getattr(options, "data", "") or "no data",  # a text alone reads none
+            tokenizer=options.weights,
+            max_prompt_tokens=longest - new,
+            chat=chat,
+            system_prompt=options.system,
+        ),
+        train=TrainConfig(steps=0),
+        rollout=RolloutConfig(max_new_tokens=new, steps_per_dispatch=4 if generates else 8),
+        rewards=RewardConfig(scorer="last_number"),
+    )
+
+
+def _check_source(options: EvalOptions | GenerateOptions) -> None:
+    """Exactly one of --run and --weights, and no flag that belongs to the other."""
+    if bool(options.run) == bool(options.weights):
+        given = "both are given" if options.run else "neither is given"
+        raise ConfigError(f"exactly one of --run and --weights must be given; {given}")
+    if options.weights and options.version >= 0:
+        raise ConfigError(
+            f"--version={options.version} belongs to --run: --weights has no versions"
+        )
+    if options.run and options.system:
+        raise ConfigError(
+            f"--system={options.system!r} belongs to --weights; a run has "
+            "--config.data.system_prompt"
+        )
+    if options.run and options.max_length is not None:
+        raise ConfigError(f"--max-length={options.max_length} belongs to --weights")

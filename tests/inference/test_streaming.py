@@ -1,0 +1,279 @@
+"""Tokens handed out while they are decoded, whoever takes them or leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+from concurrent.futures import CancelledError
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl.errors import DriverError, RequestError
+from jaxrl.inference.driver import Driver
+from jaxrl.inference.streaming import Channel, Chunk
+from jaxrl.types import SamplingParams
+
+
+class Held:
+    """An engine whose chosen dispatch waits until the test lets it go on, or fails."""
+
+    def __init__(self, engine, at):
+        self._engine, self._at = engine, at
+        self.dispatches = 0
+        self.reached, self.go = threading.Event(), threading.Event()
+        self.error = None
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+    def generate(self, *args, **kwargs):
+        self.dispatches += 1
+        if self.dispatches == self._at:
+            self.reached.set()
+            assert self.go.wait(60)
+            if self.error is not None:
+                raise self.error
+        return self._engine.generate(*args, **kwargs)
+
+
+def _driver(tiny, engine=None, **options) -> Driver:
+    return Driver(engine or tiny.engine, tiny.params[0], tiny.versions[0], **options)
+
+
+def _joined(chunks):
+    """(tokens, logprobs, versions) of all chunks."""
+    return [np.concatenate([getattr(c, n) for c in chunks]) for n in Chunk.__slots__]
+
+
+def _until(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        time.sleep(0.002)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_chunks_are_the_completion_bit_for_bit(tiny, prompts, temperature):
+    params = SamplingParams(11, temperature, seed=3)
+
+    with _driver(tiny) as driver:
+        whole = driver.sample_blocking(prompts[3], params)
+        stream = driver.stream(prompts[3], params)
+        chunks = list(stream)
+
+    tokens, logprobs, versions = _joined(chunks)
+    np.testing.assert_array_equal(tokens, whole.tokens)
+    np.testing.assert_array_equal(logprobs.view(np.int32), whole.logprobs.view(np.int32))
+    np.testing.assert_array_equal(versions, whole.versions)
+    np.testing.assert_array_equal(stream.completion.tokens, whole.tokens)
+    assert stream.completion.finish_reason == whole.finish_reason == "length"
+    # Four tokens a dispatch: they really came one after the other.
+    assert [len(chunk.tokens) for chunk in chunks] == [4, 4, 3]
+
+
+def test_stop_token_is_in_the_last_chunk(tiny, prompts):
+    free = tiny.naive(prompts[5], SamplingParams(12, 1.0, seed=4))[0]
+    params = SamplingParams(12, 1.0, 4, stop_tokens=(int(free[5]),))
+
+    with _driver(tiny) as driver:
+        stream = driver.stream(prompts[5], params)
+        tokens = _joined(list(stream))[0]
+
+    assert tokens[-1] == free[5]
+    assert stream.completion.finish_reason == "stop"
+
+
+def test_first_chunk_comes_before_the_last_dispatch(tiny, prompts):
+    engine = Held(tiny.engine, at=2)
+
+    with _driver(tiny, engine) as driver, driver.stream(prompts[0], SamplingParams(8)) as stream:
+        first = next(stream)
+        ended_early = engine.reached.wait(60) and engine.dispatches == 2
+        engine.go.set()
+        rest = list(stream)
+
+    assert ended_early
+    assert [len(c.tokens) for c in (first, *rest)] == [4, 4]
+
+
+@pytest.mark.asyncio
+async def test_many_streams_at_once_each_get_their_own_tokens(tiny, prompts):
+    jobs = [(prompts[i % 8], SamplingParams(3 + i, 1.0, seed=i)) for i in range(12)]
+
+    async def take(driver, job):
+        return _joined([chunk async for chunk in driver.stream(*job)])[0]
+
+    with _driver(tiny) as driver:
+        results = await asyncio.gather(*(take(driver, job) for job in jobs))
+
+    for (prompt, params), tokens in zip(jobs, results, strict=True):
+        np.testing.assert_array_equal(tokens, tiny.naive(prompt, params)[0])
+
+
+def test_slow_consumer_does_not_hold_the_driver_up(tiny, prompts):
+    with _driver(tiny) as driver:
+        stream = driver.stream(prompts[0], SamplingParams(12, seed=1))
+        driver.sample_blocking(prompts[1], SamplingParams(30, seed=2))
+        _until(lambda: driver.stats().finished == 2)  # nobody has taken a chunk yet
+        tokens = _joined(list(stream))[0]
+
+    np.testing.assert_array_equal(tokens, tiny.naive(prompts[0], SamplingParams(12, seed=1))[0])
+
+
+def _leave_by_close(stream):
+    next(stream)
+    stream.close()
+    stream.close()
+
+
+def _leave_with(stream):
+    with stream:
+        next(stream)
+
+
+def _leave_loop(stream):
+    for _ in stream:
+        break
+
+
+@pytest.mark.parametrize("leave", [_leave_by_close, _leave_with, _leave_loop])
+def test_consumer_that_leaves_frees_the_slot(tiny, prompts, leave):
+    engine = Held(tiny.engine, at=2)
+    with _driver(tiny, engine) as driver:
+        leave(driver.stream(prompts[0], SamplingParams(40)))
+        gc.collect()
+        engine.go.set()
+        _until(lambda: driver.stats().running == 0)
+
+        stats = driver.stats()
+        after = driver.sample_blocking(prompts[1], SamplingParams(5, seed=2))
+
+    assert (stats.cancelled, stats.finished) == (1, 0)
+    np.testing.assert_array_equal(
+        after.tokens, tiny.naive(prompts[1], SamplingParams(5, seed=2))[0]
+    )
+
+
+def test_taking_from_a_closed_stream_raises(tiny, prompts):
+    driver = _driver(tiny)
+    stream = driver.stream(prompts[0], SamplingParams(4))
+
+    stream.close()
+
+    with pytest.raises(CancelledError):
+        next(stream)
+    assert driver.stats().waiting == 0
+
+
+def test_closing_after_the_end_keeps_the_completion(tiny, prompts):
+    with _driver(tiny) as driver, driver.stream(prompts[0], SamplingParams(4)) as stream:
+        chunks = list(stream)
+
+    np.testing.assert_array_equal(stream.completion.tokens, _joined(chunks)[0])
+    assert driver.stats().cancelled == 0
+
+
+@pytest.mark.asyncio
+async def test_cancelled_task_frees_the_slot(tiny, prompts):
+    engine = Held(tiny.engine, at=2)
+
+    async def consume(driver):
+        async for _ in driver.stream(prompts[0], SamplingParams(40)):
+            pass
+
+    with _driver(tiny, engine) as driver:
+        task = asyncio.create_task(consume(driver))
+        await asyncio.to_thread(engine.reached.wait, 60)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        engine.go.set()
+        await asyncio.to_thread(_until, lambda: driver.stats().running == 0)
+
+    assert driver.stats().cancelled == 1
+
+
+@pytest.mark.asyncio
+async def test_wait_that_is_cut_short_loses_no_token(tiny, prompts):
+    engine = Held(tiny.engine, at=2)
+    with _driver(tiny, engine) as driver:
+        stream = driver.stream(prompts[0], SamplingParams(9, seed=5))
+        chunks = [await anext(stream)]
+        for _ in range(20):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(anext(stream), 0.001)
+        engine.go.set()
+        chunks += [chunk async for chunk in stream]
+
+    wanted = tiny.naive(prompts[0], SamplingParams(9, seed=5))[0]
+    np.testing.assert_array_equal(_joined(chunks)[0], wanted)
+
+
+def test_chunk_that_came_in_the_moment_of_an_interruption_is_not_lost():
+    channel = Channel()
+    one = Chunk(np.array([1]), np.zeros(1, np.float32), np.zeros(1, np.int32))
+    waiter = channel.take()
+    channel.put(one)
+
+    channel.give_back(waiter)
+
+    assert channel.take().result() is one
+
+
+def test_engine_failure_comes_out_after_the_tokens_before_it(tiny, prompts):
+    engine = Held(tiny.engine, at=2)
+    engine.error = RuntimeError("device lost")
+    with _driver(tiny, engine) as driver:
+        stream = driver.stream(prompts[0], SamplingParams(20))
+        engine.go.set()
+        first = next(stream)
+        with pytest.raises(DriverError, match="device lost"):
+            next(stream)
+        with pytest.raises(DriverError, match="device lost"):
+            driver.stream(prompts[0], SamplingParams(2))
+
+    assert len(first.tokens) == 4
+
+
+def test_stopped_driver_ends_the_stream_with_its_error(tiny, prompts):
+    driver = _driver(tiny)
+    waiting = driver.stream(prompts[0], SamplingParams(20))
+
+    driver.stop()
+
+    with pytest.raises(DriverError, match="stopped"):
+        next(waiting)
+
+
+def test_weights_that_give_no_numbers_end_in_an_error(tiny, prompts):
+    broken = jax.tree.map(lambda x: x * np.nan, tiny.params[0])
+
+    with Driver(tiny.engine, broken, tiny.versions[0], verify=False) as driver:
+        with pytest.raises(DriverError, match="log-probability nan"):
+            list(driver.stream(prompts[0], SamplingParams(3)))
+
+
+def test_bad_request_is_refused_before_a_stream_exists(tiny):
+    with pytest.raises(RequestError, match="the prompt is empty"):
+        _driver(tiny).stream(np.array([], np.int32), SamplingParams(5))
+
+
+def test_stream_follows_new_weights_with_a_version_per_token(tiny, prompts):
+    engine = Held(tiny.engine, at=2)
+    with _driver(tiny, engine, in_flight="continue") as driver:
+        stream = driver.stream(prompts[0], SamplingParams(16, seed=1))
+        first = next(stream)
+        engine.reached.wait(60)
+        swap = threading.Thread(target=driver.set_weights, args=(tiny.params[1], tiny.versions[1]))
+        swap.start()
+        _until(lambda: driver._swap is not None)
+        engine.go.set()
+        swap.join(60)
+        versions = _joined([first, *stream])[2]
+
+    np.testing.assert_array_equal(versions, stream.completion.versions)
+    assert set(versions.tolist()) == {0, 1}
