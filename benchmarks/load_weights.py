@@ -48,9 +48,9 @@ class Peak:
 
 def load(folder: str) -> None:
     """Load and print."""
-    model = build_model(published_model(folder))
     before, start = anonymous_bytes(), now()
     with Peak() as peak:
+        model = build_model(published_model(folder))
         params = jax.block_until_ready(load_params(folder, model))
     cpu, wall = (end - begin for begin, end in zip(start, now(), strict=True))
     sizes = [leaf.nbytes for leaf in jax.tree.leaves(params)]

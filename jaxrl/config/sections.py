@@ -99,7 +99,9 @@ class ModelConfig:
         False, "scan over the layers: compiles faster, runs slower where there are few layers"
     )
     remat: Literal["none", "full"] = rare(
-        "none", "what the backward pass recomputes to save memory: nothing, or every layer"
+        "none",
+        "what the backward pass recomputes to save memory: nothing, or every layer (on CPUs it "
+        "saves memory only with scan_layers)",
     )
     dtype: Dtype = rare("float32", "type of the computation")
     param_dtype: Dtype = rare("float32", "type in which weights are kept and updated")
