@@ -1,4 +1,4 @@
-"""`jaxrl convert`: a published version of a run as a folder that other libraries load."""
+"""`jaxrl convert`: weights of a run, or published ones, as a folder that other libraries load."""
 
 from __future__ import annotations
 

@@ -126,18 +126,39 @@ class GenerateOptions:
 class ConvertOptions:
     """Flags of `jaxrl convert`."""
 
-    run: str = required("output folder of a run")
     to: str = required("folder to write, which must not hold a model yet", rules.non_empty())
+    run: str = common("", "output folder of a run; either this or --weights")
     version: int = common(
         -1, "weight version to convert", rules.at_least(-1, "-1: the newest published one")
     )
+    weights: str = common("", "published model: a folder as of Hugging Face, or a GGUF file")
+
+    def check(self) -> None:
+        """One source of weights."""
+        _check_source(self)
 
 
-def weights_config(options: EvalOptions | GenerateOptions) -> ExperimentConfig:
+def published_config(options: ConvertOptions) -> ExperimentConfig:
+    """The config that reads `options.weights` whole. Raises `ConfigError`."""
+    from jaxrl.config.published import published_model
+
+    return ExperimentConfig(
+        model=published_model(options.weights),
+        data=DataConfig(
+            source="jsonl", path="no data", tokenizer=options.weights, max_prompt_tokens=1
+        ),
+        train=TrainConfig(steps=0),
+        rollout=RolloutConfig(max_new_tokens=1),
+    )
+
+
+def weights_config(options: EvalOptions | GenerateOptions | ConvertOptions) -> ExperimentConfig:
     """The config that serves `options.weights`. It exists in memory only, nothing is trained.
 
     Raises `ConfigError` for a model that cannot be read or is shorter than what is asked for.
     """
+    if isinstance(options, ConvertOptions):
+        return published_config(options)
     # Here, so that a mistake in other flags is told before numpy is imported.
     from jaxrl.config.published import published_model
     from jaxrl.data.model_files import has_chat_template
@@ -176,7 +197,7 @@ def weights_config(options: EvalOptions | GenerateOptions) -> ExperimentConfig:
     )
 
 
-def _check_source(options: EvalOptions | GenerateOptions) -> None:
+def _check_source(options: EvalOptions | GenerateOptions | ConvertOptions) -> None:
     """Exactly one of --run and --weights, and no flag that belongs to the other."""
     if bool(options.run) == bool(options.weights):
         given = "both are given" if options.run else "neither is given"
@@ -185,6 +206,8 @@ def _check_source(options: EvalOptions | GenerateOptions) -> None:
         raise ConfigError(
             f"--version={options.version} belongs to --run: --weights has no versions"
         )
+    if isinstance(options, ConvertOptions):
+        return
     if options.run and options.system:
         raise ConfigError(
             f"--system={options.system!r} belongs to --weights; a run has "

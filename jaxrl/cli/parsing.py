@@ -72,8 +72,8 @@ COMMANDS: dict[str, Command] = {
         ),
         Command(
             "convert",
-            "Write a published weight version of a run as a Hugging Face folder.",
-            "jaxrl convert --run=DIR --to=FOLDER [--version=N]",
+            "Write a weight version of a run, or a GGUF file, as a Hugging Face folder.",
+            "jaxrl convert --run=DIR|--weights=PATH --to=FOLDER [--version=N]",
             "jaxrl.cli.convert",
             ConvertOptions,
         ),

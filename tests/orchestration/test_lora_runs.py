@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxrl.cli import parsing
-from jaxrl.cli.published import load_published
+from jaxrl.cli.published import load_weights, open_parts
 from jaxrl.config import published_model
 from jaxrl.errors import WeightVersionError
 from jaxrl.models.lora import merge_adapters, split_frozen
@@ -89,7 +89,8 @@ def test_exported_weights_are_the_merged_ones(lora_config, tmp_path):
     _fit(config)
     command = [f"--run={config.output_dir}", f"--to={tmp_path / 'out'}"]
     arguments = parsing.parse_arguments(parsing.COMMANDS["convert"], command)
-    parts, params, version = load_published(arguments)
+    parts = open_parts(arguments)
+    params, version = load_weights(arguments, parts)
     assert version.number == 5
 
     save_params(tmp_path / "out", parts.model, params)
