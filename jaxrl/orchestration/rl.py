@@ -36,6 +36,7 @@ from jaxrl.train.engine import TrainEngine
 from jaxrl.train.objectives import grpo_objective
 from jaxrl.train.optimizer import make_optimizer
 from jaxrl.types import TrajectoryBatch, TrajectoryGroup, WeightVersion
+from jaxrl.weights.digest import stamp
 from jaxrl.weights.exchange import publish, snapshot
 
 _LOGGER = get_logger("orchestration")
@@ -83,7 +84,7 @@ class RLTrainer:
         """
         with self.session.open().interrupts:
             self._start()
-            if self.updates >= self.config.train.steps:
+            if 0 < self.config.train.steps <= self.updates:
                 _LOGGER.warning(
                     "the run in %s is finished, nothing is trained: choose another output_dir, "
                     "or more than train.steps=%d",
@@ -146,11 +147,12 @@ class RLTrainer:
         # Versions that a killed run published after its last checkpoint belong to no history now.
         self.session.store.discard_after(-1 if place is None else place.version.number)
         if place is None or place.phase == "sft":
-            params, start = self._cold_start()
+            params, start = self._cold_start(place)
             place, resuming = Place("rl", start, {}, start.number), False
         else:
             params, resuming = self.parts.placeholder_params(), True
         self._engine = self._make_engine(params, place.rl_start)
+        del params  # the engine has its copy
         if resuming:
             restore_engine(self.session, self._engine, place)
         self._place = place
@@ -161,8 +163,14 @@ class RLTrainer:
         self.evaluations["before"] = self._recall("before") or self._evaluate("before")
         self._logged_at = time.monotonic()
 
-    def _cold_start(self) -> tuple[Any, WeightVersion]:
+    def _cold_start(self, place: Place | None) -> tuple[Any, WeightVersion]:
         """The weights that RL begins with."""
+        if place is None and not self.config.sft.steps:
+            # A supervised trainer would make an optimizer's state and save it, for nothing.
+            self.parts.train_prompts, self.parts.eval_prompts  # noqa: B018  # wrong data ends here
+            self.session.ledger.append("started", version=0)
+            params = self.parts.initial_params()
+            return params, stamp(params, 0)
         trainer = SFTTrainer(self.config, session=self.session)
         version = trainer.fit()
         return trainer.engine.params, version
@@ -373,7 +381,9 @@ class RLTrainer:
             _LOGGER.error("no checkpoint of version %d: %s", self._place.version.number, error)
 
     def _finish(self) -> None:
-        self.evaluations["after"] = self._evaluate("after")
+        # Without RL "before" was after the cold start already.
+        steps, before = self.config.train.steps, self.evaluations["before"]
+        self.evaluations["after"] = self._evaluate("after") if steps else before
         self._store_version()
         save_checkpoint(self.session, self._engine, self._place)
         self.session.note_checkpoint(wait=True)

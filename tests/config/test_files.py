@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import json
 from pathlib import Path
 
 import pytest
 
-from jaxrl.config import ExperimentConfig, load_config_file, save_config
+from jaxrl.config import ExperimentConfig, load_config_file, preset, save_config
+from jaxrl.config.published import published_record
 from jaxrl.errors import ConfigError
 
 HEAD = "from jaxrl.config import DataConfig, ExperimentConfig, ModelConfig, TrainConfig\n"
@@ -25,7 +27,11 @@ CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.py"))
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
-def test_load_config_file_shipped_config_loads_and_says_what_it_costs(path):
+def test_load_config_file_shipped_config_loads_and_says_what_it_costs(path, tmp_path, monkeypatch):
+    # Some start from a published model, of which the shape is read here.
+    (tmp_path / "config.json").write_text(json.dumps(published_record(preset("smollm2-135m"))))
+    monkeypatch.setenv("SMOLLM2", str(tmp_path))
+
     config = load_config_file(path)
 
     assert isinstance(config, ExperimentConfig)

@@ -13,8 +13,10 @@ from jaxrl.config import load_config
 from jaxrl.errors import CheckpointError
 from jaxrl.orchestration.ledger import consumed_samples, read_ledger
 from jaxrl.orchestration.run_dir import RunDir
+from jaxrl.orchestration.session import Parts
 from jaxrl.rollout.workflow import TrajectoryBuilder
 from jaxrl.types import SamplingParams
+from jaxrl.weights.digest import compute_digest
 from jaxrl.weights.store import WeightStore
 
 
@@ -113,3 +115,23 @@ def test_fit_episodes_of_several_turns_may_fill_the_context(make_config):
     assert json.loads(RunDir(config.output_dir).ledger.read_text().splitlines()[-1])["event"] == (
         "finished"
     )
+
+
+def test_fit_without_a_cold_start_saves_no_state_before_rl_and_goes_on(make_config):
+    config = make_config(sft={"steps": 0}, train={"steps": 2})
+    initial = compute_digest(Parts(config, jax.devices()[:1]).initial_params())
+
+    _fit(config)
+    _fit(make_config(sft={"steps": 0}, train={"steps": 3}))
+
+    records = read_ledger(RunDir(config.output_dir).ledger)
+    found = [r for r in records if r["event"] in ("started", "checkpointed", "resumed")]
+    assert [(r["event"], r["version"]) for r in found] == [
+        ("started", 0),
+        ("checkpointed", 2),
+        ("resumed", 2),
+        ("checkpointed", 3),
+    ]
+    published = [r for r in records if r["event"] == "published"]
+    assert published[0]["digest"] == initial
+    assert [len(ids) for ids in consumed_samples(records).values()] == [16, 16, 16]
