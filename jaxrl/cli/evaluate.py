@@ -66,7 +66,8 @@ def _prompts(args: Any, parts: Parts) -> list[Prompt]:
         longest, wanted = data.max_prompt_tokens, options.size or args.config.eval.size
     if wanted > len(examples):
         raise DataError(f"--size={wanted} must be at most {len(examples)}, the number of questions")
-    return eval_prompts(examples[:wanted], parts.tokenizer, max_prompt_tokens=longest)
+    chat = None if options.raw else parts.chat
+    return eval_prompts(examples[:wanted], parts.tokenizer, max_prompt_tokens=longest, chat=chat)
 
 
 class _Tally:
