@@ -65,6 +65,8 @@ def _staged(folder: Path) -> Iterator[Path]:
     try:
         yield stage
         _move(stage, folder)
+    except OutputError:
+        raise  # it is an OSError, too, and says already what could not be written
     except OSError as error:
         raise OutputError(f"cannot write --to={folder}: {error.strerror or error}") from None
     finally:

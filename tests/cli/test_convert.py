@@ -34,7 +34,7 @@ def test_staged_failure_leaves_no_folder(tmp_path):
 
 
 def test_staged_second_writer_of_a_folder_is_refused_and_changes_nothing(tmp_path):
-    with pytest.raises(OutputError, match=r"already holds config\.json; choose another --to"):
+    with pytest.raises(OutputError, match=r"^\S+ already holds config\.json; choose another --to"):
         with _staged(tmp_path) as late:
             (late / "config.json").write_text("late")
             (late / "generation_config.json").write_text("late")

@@ -113,3 +113,13 @@ def test_fit_episodes_of_several_turns_may_fill_the_context(make_config):
     assert json.loads(RunDir(config.output_dir).ledger.read_text().splitlines()[-1])["event"] == (
         "finished"
     )
+
+
+def test_fit_with_another_seed_is_refused_and_keeps_the_config(make_config):
+    config = make_config(sft={"steps": 1}, train={"steps": 0})
+    _fit(config)
+    before = RunDir(config.output_dir).config.read_bytes()
+
+    with pytest.raises(CheckpointError, match="was made with seed=0, the config has seed=5"):
+        _fit(make_config(sft={"steps": 1}, train={"steps": 1}, seed=5))
+    assert RunDir(config.output_dir).config.read_bytes() == before
