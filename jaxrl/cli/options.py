@@ -107,7 +107,7 @@ class GenerateOptions:
     )
     max_length: int | None = common(None, f"{_LENGTH}; for --weights", rules.at_least(2))
     seed: int = common(0, "seed of the sampling", rules.within(0, MAX_SEED))
-    n: int = common(1, "number of completions", rules.at_least(1))
+    n: int = common(1, "number of completions", rules.within(1, 1000))
     raw: bool = common(
         False,
         "the text is all of the prompt, without data.prompt_template and chat template; it may "
@@ -118,6 +118,10 @@ class GenerateOptions:
     def check(self) -> None:
         """One source of weights; several greedy completions would all be the same."""
         _check_source(self)
+        last = self.seed + self.n - 1
+        if last > MAX_SEED:
+            rule = f"at most {MAX_SEED - self.n + 1}: each of --n={self.n} has a seed of its own"
+            raise ConfigError(f"--seed={self.seed} must be {rule}")
         if self.n > 1 and self.temperature == 0:
             raise ConfigError(f"--n={self.n} must be 1 when sampling is greedy: set --temperature")
 

@@ -27,6 +27,7 @@ from jaxrl.config.experiment import ExperimentConfig
 from jaxrl.config.files import load_config_file
 from jaxrl.config.overrides import apply_overrides, parse_field, resolve
 from jaxrl.config.schema import leaf_fields, section_info
+from jaxrl.config.sections import NO_MEANING
 from jaxrl.config.serialize import load_config
 from jaxrl.errors import ConfigError
 
@@ -116,12 +117,25 @@ def parse_arguments(command: Command, argv: Sequence[str]) -> Arguments:
         config = load_config(Path(options.run) / "config.json")
     else:
         config = weights_config(options)
+    published = config
     config = apply_overrides(config, overrides)
+    if command.name != "train" and options.run:
+        _check_same_model(published, config)
     if isinstance(options, GenerateOptions):
         options = _with_defaults(options, config)
     elif isinstance(options, EvalOptions):
         config = _with_flags(config, options)
     return Arguments(command.name, options, config, overrides)
+
+
+def _check_same_model(published: ExperimentConfig, config: ExperimentConfig) -> None:
+    """The weights of a run mean what its own config says: with another model they would compute
+    something that their version does not name."""
+    for field in section_info(type(config.model)).fields.values():
+        old, new = (getattr(c.model, field.name) for c in (published, config))
+        if old != new and field.name not in NO_MEANING:
+            rule = f"{old!r}, as in the run whose weights these are"
+            raise ConfigError(f"{field.path}={new!r} must be {rule}")
 
 
 def option_flags(command: Command) -> Iterator[tuple[str, Any]]:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, Union, get_args, get_origin
 
 _NAMES = {bool: "true or false", int: "an integer", float: "a finite number", str: "text"}
+_LONG = 2**63
 _SHORT = {bool: "bool", int: "int", float: "float", str: "str", dict: "dict", type(None): "none"}
 
 
@@ -65,11 +66,21 @@ def _scalar(kind: type, value: Any) -> Any:
     if getattr(value, "shape", None) == ():
         value = value.item()  # a number of numpy or jax becomes a plain Python one
     if kind is float and type(value) is int:
-        value = float(value)
+        value = _to_float(value)
     fits = isinstance(value, kind) and not (kind is not bool and isinstance(value, bool))
     if not fits or (kind is float and not math.isfinite(value)):
         raise ValueError(_NAMES[kind])
+    if kind is int and not -_LONG <= value < _LONG:
+        raise ValueError(f"{_NAMES[int]} of at most 64 bits")
     return kind(value)
+
+
+def _to_float(value: int) -> float:
+    """Infinity where an integer is larger than any float."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def _json_value(value: Any, *, top: bool = False) -> Any:
@@ -79,7 +90,8 @@ def _json_value(value: Any, *, top: bool = False) -> Any:
     if not top and isinstance(value, list | tuple):
         return [_json_value(element) for element in value]
     plain = value is None or isinstance(value, str | bool | int | float)
-    if top or not plain or (isinstance(value, float) and not math.isfinite(value)):
+    number = isinstance(value, int | float)
+    if top or not plain or (number and not math.isfinite(_to_float(value))):
         raise ValueError("a mapping from names to JSON values (finite numbers, text, lists, …)")
     return value
 

@@ -9,7 +9,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxrl.config.families.family import Family, Record, read_rope
+from jaxrl.config.families.family import (
+    Family,
+    Record,
+    check_layer_types,
+    check_no_windows,
+    check_rotated,
+    read_rope,
+)
 from jaxrl.config.families.gemma2 import GEMMA2
 from jaxrl.config.families.gemma3 import GEMMA3
 from jaxrl.config.families.llama import LLAMA
@@ -108,13 +115,18 @@ def _fields(family: Family, record: Record) -> dict[str, Any]:
     # So that a family reads null as "none" where it means that, all else sees absent keys.
     given = {key: value for key, value in record.items() if value is not None}
     given = {**_defaults(family, given), **given}
+    check_rotated(given)
+    check_layer_types(given)
     rope = given.get("rope_parameters") or given.get("rope_scaling") or {}
     kinds = isinstance(rope, Mapping) and "full_attention" in rope
     theta, scaling = read_rope({} if kinds else rope, given["rope_theta"])
     names = _names(family)
     shared = {ours: given[theirs] for theirs, ours in names.items() if theirs in given}
     shared |= {"rope_theta": theta, "rope_scaling": scaling}
-    return {**shared, **family.fields, **family.read({**given, **_nulls(record)})}
+    fields = {**shared, **family.fields, **family.read({**given, **_nulls(record)})}
+    if not fields.get("sliding_window", 0):
+        check_no_windows(given)
+    return fields
 
 
 def _record(family: Family, config: ModelConfig) -> dict[str, Any]:
@@ -149,9 +161,12 @@ def _nulls(record: Record) -> dict[str, None]:
 
 
 def _read(path: Path) -> Mapping[str, Any]:
+    # Opening a pipe would wait for a writer for ever.
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{path}: must be a file")
     try:
         record = json.loads(read_text(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{path}: not JSON: {error}") from None

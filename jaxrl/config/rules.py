@@ -37,9 +37,10 @@ def steps(note: str) -> Rule:
     return Rule(f"between 0 and 2147483647 ({note})", lambda value: 0 <= value < 2**31)
 
 
-def within(low: float, high: float) -> Rule:
-    """low <= value <= high."""
-    return Rule(f"between {low} and {high}", lambda value: low <= value <= high)
+def within(low: float, high: float, note: str = "") -> Rule:
+    """low <= value <= high; `note` explains a special value."""
+    text = f"between {low} and {high}" + (f" ({note})" if note else "")
+    return Rule(text, lambda value: low <= value <= high)
 
 
 def below_one() -> Rule:

@@ -10,6 +10,8 @@ from jaxrl.config.schema import common, demand, rare, required, section, section
 Dtype = Literal["float32", "bfloat16"]
 Schedule = Literal["constant", "linear", "cosine"]
 MAX_SEED = 2**31 - 1
+MAX_LAYERS = 1000
+"""Layers are built one by one; a damaged config.json must not keep a process busy for ever."""
 
 
 _LENGTH = "original_max_position_embeddings"
@@ -21,6 +23,9 @@ _ROPE_SCALING = {
 """Kind of position scaling -> numbers that it needs, numbers that it may have, in the spelling of
 published config.json files."""
 
+NO_MEANING = ("weights", "max_length", "remat", "dtype")
+"""Fields of the model that may change while its weights stay what they are."""
+
 LORA_TARGETS = ("query", "key", "value", "out", "gate", "up", "down")
 """Weights of a layer that can have an adapter."""
 
@@ -29,7 +34,7 @@ LORA_TARGETS = ("query", "key", "value", "out", "gate", "up", "down")
 class ModelConfig:
     """Shape of the decoder (pre-norm, grouped-query attention, RoPE, SwiGLU)."""
 
-    n_layers: int = common(4, "decoder layers", rules.at_least(1))
+    n_layers: int = common(4, "decoder layers", rules.within(1, MAX_LAYERS))
     d_model: int = common(256, "width of the residual stream", rules.at_least(1))
     n_heads: int = common(4, "query heads; a multiple of n_kv_heads", rules.at_least(1))
     n_kv_heads: int = common(2, "key and value heads", rules.at_least(1))
@@ -80,7 +85,10 @@ class ModelConfig:
         0.0, "logits are kept between -cap and cap", rules.at_least(0, "0: no cap")
     )
     sliding_window: int = rare(
-        0, "tokens that a layer with a window sees", rules.at_least(0, "0: no layer has one")
+        0,
+        "tokens that a layer with a window sees",
+        # Positions are counted on the device in 32 bits.
+        rules.within(0, 2**31 - 1, "0: no layer has one"),
     )
     global_every: int = rare(
         0,
@@ -148,6 +156,17 @@ class ModelConfig:
         positive = all(type(n) in (int, float) and n > 0 for n in numbers)
         exact = names >= set(needed) and set(scaling) == {"rope_type", *names}
         demand(exact and positive, "model.rope_scaling", scaling, rule)
+        if scaling["rope_type"] == "llama3":
+            ordered = scaling["low_freq_factor"] < scaling["high_freq_factor"]
+            rule = "with low_freq_factor below high_freq_factor"
+            demand(ordered, "model.rope_scaling", scaling, rule)
+        if scaling["rope_type"] == "yarn":
+            fast, slow = scaling.get("beta_fast", 32), scaling.get("beta_slow", 1)
+            rule = "with beta_fast (default 32) at least beta_slow (default 1)"
+            demand(fast >= slow, "model.rope_scaling", scaling, rule)
+            # The logarithm of the base is divided by.
+            rule = "above 1, because of the rope_type 'yarn'"
+            demand(self.rope_theta > 1, "model.rope_theta", self.rope_theta, rule)
 
 
 @section("mesh.")

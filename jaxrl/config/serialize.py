@@ -54,7 +54,7 @@ def from_json(text: str) -> ExperimentConfig:
     """Text of a `config.json` -> config. Raises `ConfigError` naming the field or the position."""
     try:
         record = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"not JSON: {error}") from None
     if not isinstance(record, dict) or set(record) != {"format", "config"}:
         raise ConfigError('must be an object with exactly the keys "format" and "config"')

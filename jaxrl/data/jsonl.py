@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import math
 import re
 import zlib
 from collections.abc import Callable, Iterator
@@ -112,6 +113,8 @@ def _example(record: dict[str, Any], where: str, template: str, form: AnswerForm
         raise DataError(f"{where}: 'question' must be a text that is not empty, got {question!r}")
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise DataError(f"{where}: 'answer' must be a text or a number, got {answer!r}")
+    if isinstance(answer, float) and not math.isfinite(answer):
+        raise DataError(f"{where}: 'answer' must be a finite number, got {answer!r}")
     text = answer = str(answer)
     marked = ANSWER_MARK in text
     if form == "gsm8k" and not marked:

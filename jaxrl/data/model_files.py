@@ -23,15 +23,21 @@ _ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
 def role_tokens(folder: Path) -> dict[str, str]:
-    """ "bos_token", "eos_token", … -> text, as tokenizer_config.json declares them."""
+    """ "bos_token", "eos_token", … -> text, as tokenizer_config.json declares them.
+
+    Raises `DataError` for one that is neither a text nor null.
+    """
     content = _record(folder / CONFIG)
     roles = {}
     for role in (f"{name}_token" for name in _ROLES):
         token = content.get(role)
         # Older files hold a record with the text in "content".
-        token = token.get("content") if isinstance(token, dict) else token
-        if isinstance(token, str):
-            roles[role] = token
+        text = token.get("content", token) if isinstance(token, dict) else token
+        if isinstance(text, str):
+            roles[role] = text
+        elif token is not None:
+            rule = "must be a text, or a record with a text in 'content'"
+            raise DataError(f"{folder / CONFIG}: {role}={token!r:.60} {rule}")
     return roles
 
 
@@ -44,7 +50,8 @@ def stop_ids(folder: Path, inner: tokenizers.Tokenizer) -> tuple[int, ...]:
     given = _record(path).get("eos_token_id")
     ids = given if isinstance(given, list) else [] if given is None else [given]
     for id_ in ids:
-        if type(id_) is not int or id_ < 0 or inner.id_to_token(id_) is None:
+        # Ids are numbers of 32 bits.
+        if type(id_) is not int or not 0 <= id_ < 2**32 or inner.id_to_token(id_) is None:
             raise DataError(f"{path}: eos_token_id={given!r} holds {id_!r}, which is no token id")
     return tuple(ids)
 
@@ -130,7 +137,7 @@ def _record(path: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(_text(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         if isinstance(error, DataError):
             raise
         raise DataError(f"{path} is not JSON: {error}") from None

@@ -14,7 +14,7 @@ import tokenizers
 from jaxrl.config.gguf_header import is_gguf
 from jaxrl.data import model_files
 from jaxrl.data.gguf_tokenizer import gguf_chat_template, gguf_tokenizer
-from jaxrl.errors import DataError
+from jaxrl.errors import DataError, JaxrlError, OutputError
 
 BUILT_IN = ("chars", "bytes")
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
@@ -156,9 +156,19 @@ class Tokenizer:
     def save(self, path: str | Path) -> None:
         """Write tokenizer.json, tokenizer_config.json and the chat templates into a folder.
 
-        Several stop ids go into generation_config.json, where others look for them.
+        Several stop ids go into generation_config.json, where others look for them. Raises
+        `OutputError`.
         """
         folder = Path(path)
+        try:
+            self._save(folder)
+        except JaxrlError:
+            raise
+        # The package raises bare Exception for what the system refuses.
+        except Exception as error:
+            raise OutputError(f"cannot write the tokenizer to {folder}: {error}") from None
+
+    def _save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.inner.save(str(folder / "tokenizer.json"))
         # The roles that are known by their ids come last: pad, for one, has always an id.

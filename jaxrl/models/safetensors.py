@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _FLOATS = ("F32", "F16", "BF16")
+_FEW = 10_000
+"""Tensors whose names may be missing one by one."""
+
 _UNTIED = "lm_head.weight"
 _OUTSIDE = {
     "embedding": "model.embed_tokens.weight",
@@ -102,19 +105,27 @@ def save_params(folder: str | os.PathLike[str], model: Model, params: Params) ->
         for index, name in np.ndenumerate(names):
             shape = _published_shape(name, whole.shape[names.ndim :])
             tensors[name] = np.ascontiguousarray(whole[index].reshape(shape))
-    half_written = folder / f"{_SINGLE}.unfinished"
+    record = json.dumps(published_record(model.config), indent=2) + "\n"
+    if os.path.lexists(folder / _INDEX):
+        rule = f"readers would take the files that it names, not {_SINGLE}"
+        raise OutputError(f"{folder} holds {_INDEX}: {rule}; choose another folder")
+    # Names of this process: two that write the same folder must not write into one file.
+    half_written = folder / f"{_SINGLE}.{os.getpid()}.unfinished"
+    half_config = folder / f"config.json.{os.getpid()}.unfinished"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, half_written, metadata={"format": "pt"})
         half_written.chmod(0o644)  # the library writes for the owner alone
+        half_config.write_text(record, encoding="utf-8")
         os.replace(half_written, folder / _SINGLE)
-        record = json.dumps(published_record(model.config), indent=2)
-        (folder / "config.json").write_text(record + "\n", encoding="utf-8")
+        os.replace(half_config, folder / "config.json")
     except Exception as error:
         # The library reports the system's refusals as errors of its own.
-        with contextlib.suppress(OSError):
-            half_written.unlink()
         raise OutputError(f"cannot write {folder / _SINGLE}: {error}") from error
+    finally:
+        for path in (half_written, half_config):
+            with contextlib.suppress(OSError):
+                path.unlink()
     return folder / _SINGLE
 
 
@@ -144,6 +155,7 @@ class _Tensors:
         """Every tensor of the model is there, in its shape, and no other."""
         wanted: dict[str, tuple[int, ...]] = {}
         name_of = _Names(model.config)
+        self._check_counts(model, name_of)
         for path, leaf in jax.tree_util.tree_leaves_with_path(model.abstract):
             names = name_of(path)
             shape = leaf.shape[names.ndim :]
@@ -170,6 +182,19 @@ class _Tensors:
                     f"{self._folder}: {_UNTIED!r} differs from the embedding, but "
                     "model.tie_embeddings=True"
                 )
+
+    def _check_counts(self, model: Model, name_of: _Names) -> None:
+        """Layers and experts that are not there must not be named one by one: a damaged
+        config.json may claim a thousand million of them."""
+        leaves = jax.tree_util.tree_leaves_with_path(model.abstract)
+        count = sum(name_of.count(path) for path, _ in leaves)
+        if count > 2 * len(self._files) + _FEW:
+            config = model.config
+            raise CheckpointError(
+                f"{self._folder} does not fit: it holds {len(self._files)} tensors, a model of "
+                f"model.n_layers={config.n_layers} and model.n_experts={config.n_experts} "
+                f"has {count}"
+            )
 
     def read(self, name: str) -> np.ndarray:
         """The tensor as it is stored."""
@@ -207,12 +232,11 @@ class _Names:
         self._tensors = family_of(config).tensors
 
     def __call__(self, path: tuple) -> np.ndarray:
-        keys = [str(key.key) for key in path]
+        template, keys = self._template(path)
         if keys[0] != "layers":
-            return np.array(_OUTSIDE["/".join(keys)], object)
+            return np.array(template, object)
         config = self._config
         scanned = config.scan_layers
-        template = self._tensors["/".join(keys[1 if scanned else 2 :])]
         layers = range(config.n_layers) if scanned else [int(keys[1])]
         experts = range(config.n_experts) if "{expert}" in template else [0]
         names = [
@@ -223,6 +247,20 @@ class _Names:
             [len(experts)] if "{expert}" in template else []
         )
         return np.array(names, object).reshape(shape)
+
+    def count(self, path: tuple) -> int:
+        """How many tensors the weight at `path` is, without naming them."""
+        template, keys = self._template(path)
+        config = self._config
+        layers = config.n_layers if config.scan_layers and keys[0] == "layers" else 1
+        return layers * (config.n_experts if "{expert}" in template else 1)
+
+    def _template(self, path: tuple) -> tuple[str, list[str]]:
+        """The published name, within a layer if it is in one, and the path as texts."""
+        keys = [str(key.key) for key in path]
+        if keys[0] != "layers":
+            return _OUTSIDE["/".join(keys)], keys
+        return self._tensors["/".join(keys[1 if self._config.scan_layers else 2 :])], keys
 
 
 def _published_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -242,10 +280,13 @@ def _files_of(folder: Path) -> list[Path]:
         try:
             record = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
             names = sorted(set(record["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+        except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{folder / _INDEX} is damaged: {error!r}") from None
+        if wrong := [name for name in names if not isinstance(name, str)]:
+            rule = "names of files must be texts"
+            raise CheckpointError(f"{folder / _INDEX} is damaged: {wrong[0]!r}: {rule}")
         # A name is a file of this folder: an index must not reach outside it.
-        if outside := [name for name in names if Path(name).name != name]:
+        if outside := [name for name in names if name == ".." or Path(name).name != name]:
             raise CheckpointError(f"{folder / _INDEX} names {outside[0]!r} outside the folder")
         return [folder / name for name in names]
     if not (folder / _SINGLE).is_file():

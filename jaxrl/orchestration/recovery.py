@@ -55,6 +55,7 @@ def save_checkpoint(session: Session, engine: TrainEngine, place: Place) -> None
         "position": dict(place.position),
         "rl_start": place.rl_start,
         "seed": session.config.seed,
+        "model": session.parts.model_meaning,
     }
     session.note_checkpoint(wait=True)
     session.checkpoints.save(number, engine.state, meta, frozen=engine.frozen)
@@ -64,17 +65,12 @@ def save_checkpoint(session: Session, engine: TrainEngine, place: Place) -> None
 def latest_place(session: Session) -> Place | None:
     """Where the last complete checkpoint left the run, or None when there is none.
 
-    Raises `CheckpointError` if it was made with another seed.
+    Raises `CheckpointError` if it is damaged.
     """
     number = session.checkpoints.latest()
     if number is None:
         return None
     meta = session.checkpoints.read_meta(number)
-    if meta["seed"] != session.config.seed:
-        raise CheckpointError(
-            f"checkpoint {number} was made with seed={meta['seed']}, the config has "
-            f"seed={session.config.seed}; choose another output_dir or the same seed"
-        )
     return Place(
         phase=meta["phase"],
         version=WeightVersion(**meta["version"]),

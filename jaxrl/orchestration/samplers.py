@@ -89,6 +89,7 @@ def make_driver_for(
         prefill_buckets=needed,
         attend_buckets=(length,),
         steps_per_dispatch=config.rollout.steps_per_dispatch,
+        max_stop_tokens=max(8, len(parts.stop_ids)),
         mesh=parts.mesh,
     )
     driver = Driver(engine, params, version, tokenizer=parts.tokenizer, verify=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import operator
 import os
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,8 @@ from jax.sharding import Mesh
 
 from jaxrl.config import ExperimentConfig
 from jaxrl.config.schema import demand, leaf_fields
-from jaxrl.config.serialize import load_config, to_record
+from jaxrl.config.sections import NO_MEANING
+from jaxrl.config.serialize import load_config, to_dict, to_record
 from jaxrl.data.examples import load_examples
 from jaxrl.data.prompts import PromptStream, eval_prompts
 from jaxrl.data.tokenizers import Tokenizer, load_tokenizer
@@ -108,6 +110,13 @@ class Parts:
         """The decoder, with the tokenizer's vocabulary unless the config gives a size."""
         size = self.config.model.vocab_size or self.tokenizer.vocab_size
         return build_model(dataclasses.replace(self.config.model, vocab_size=size))
+
+    @property
+    def model_meaning(self) -> dict[str, Any]:
+        """What the numbers of a checkpoint mean, by field: the model without what only says how
+        it is computed, and where it came from. Scanned layers are other tensors."""
+        record = to_dict(self.model.config)
+        return json.loads(json.dumps({k: v for k, v in record.items() if k not in NO_MEANING}))
 
     def initial_params(self) -> Any:
         """The weights that training starts from: published ones, or random ones of the seed.
@@ -257,6 +266,9 @@ class Session:
             raise CheckpointError(
                 f"checkpoint.resume='must', but {self.run_dir.checkpoints} holds no checkpoint"
             )
+        if found is not None and policy != "never":
+            # Before config.json is replaced: it goes on describing the run that is there.
+            self._check_same_model(found)
         used = self.run_dir.ledger.exists() and self.run_dir.ledger.stat().st_size > 0
         if found is None and used:
             self._check_nothing_is_lost()
@@ -264,6 +276,23 @@ class Session:
             raise CheckpointError(
                 f"checkpoint.resume='never', but {self.run_dir.path} holds an earlier run; "
                 "choose another output_dir"
+            )
+
+    def _check_same_model(self, number: int) -> None:
+        """Another seed or model would give the weights in the checkpoint another meaning, also
+        where no tensor shows it: lora_alpha and rope_theta are no tensors."""
+        meta = self.checkpoints.read_meta(number)
+        made, now = {"seed": meta["seed"]}, {"seed": self.config.seed}
+        # Checkpoints of older releases do not say.
+        made |= {f"model.{name}": value for name, value in meta.get("model", {}).items()}
+        now |= {f"model.{name}": value for name, value in self.parts.model_meaning.items()}
+        other = [name for name, value in now.items() if made.get(name, value) != value]
+        if other:
+            before = ", ".join(f"{name}={made[name]!r}" for name in other)
+            after = ", ".join(f"{name}={now[name]!r}" for name in other)
+            raise CheckpointError(
+                f"checkpoint {number} was made with {before}, the config has {after}; "
+                f"choose another output_dir, or the same {' and '.join(other)}"
             )
 
     def _check_nothing_is_lost(self) -> None:

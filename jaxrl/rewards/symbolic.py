@@ -11,7 +11,9 @@ import functools
 import importlib
 import importlib.util
 import logging
+import re
 from collections.abc import Iterator, Mapping
+from decimal import Decimal
 from typing import Any
 
 from jaxrl.errors import ConfigError
@@ -20,6 +22,9 @@ from jaxrl.types import Completion
 _BOX = "\\boxed{"
 _TAIL = 2000
 """Characters at the end of a text in which an answer without a box is looked for."""
+
+_SCIENTIFIC = re.compile(r"(?<![\w.\\])(?:\d+\.?\d*|\.\d+)[eE]([+-]?\d+)(?![\w.]*\w)")
+"""A number with an exponent."""
 
 _LONGEST = 400
 """Characters of a formula; the time to parse one grows with the square of its length and more."""
@@ -105,7 +110,13 @@ def _parse(text: str) -> list[Any]:
     """Expressions and the text they came from; [] if there are none."""
     from math_verify import parse
 
-    return parse(text, parsing_timeout=None)
+    return parse(_SCIENTIFIC.sub(_written_out, text), parsing_timeout=None)
+
+
+def _written_out(match: re.Match[str]) -> str:
+    """3e8 as 300000000: the package would take the e for Euler's number, or stop before it."""
+    # Nobody's answer is longer; what is left out can equal nothing.
+    return f"{Decimal(match.group()):f}" if len(match.group(1)) <= 3 else ""
 
 
 def _equal(gold: list[Any], found: list[Any]) -> bool:

@@ -165,7 +165,7 @@ def test_parse_train_mistake_message_names_it(tiny, argv, message):
         (["generate", "--run=x"], "generate takes one prompt (in quotes), got 0"),
         (["generate", "two", "words", "--run=x"], "generate takes one prompt (in quotes), got 2"),
         (["generate", " ", "--run=x"], "--prompt=' ' must be non-empty"),
-        (["generate", "hi", "--run=x", "--n=0"], "--n=0 must be at least 1"),
+        (["generate", "hi", "--run=x", "--n=0"], "--n=0 must be between 1 and 1000"),
         (["generate", "hi", "--run=x", "--max-new-tokens=0"], "--max-new-tokens=0 must be at"),
         (["generate", "hi", "--run=x", "--max-new-tokns=9"], "did you mean --max-new-tokens?"),
         (["generate", "hi", "--run=x", "--temperature=hot"], "--temperature='hot' must be a fin"),
@@ -182,6 +182,15 @@ def test_main_mistake_is_one_line_and_exit_code_2(argv, message, capsys):
     assert err.startswith("jaxrl: error: ")
     assert message in err
     assert err.count("\n") == 1
+
+
+def test_main_another_model_for_the_weights_of_a_run_is_refused(run_dir, capsys):
+    flags = ["generate", "hi", f"--run={run_dir}", "--config.model.lora_alpha=64"]
+
+    assert cli.main(flags) == 2
+
+    message = "model.lora_alpha=64.0 must be 16.0, as in the run whose weights these are"
+    assert message in capsys.readouterr().err
 
 
 def test_main_several_greedy_completions_are_refused(run_dir, capsys):

@@ -21,6 +21,7 @@ from jaxrl.models.model import build_model, init_params
 from jaxrl.models.safetensors import save_params
 from jaxrl.weights.digest import compute_digest
 
+LAST = 2**31 - 1  # of the seeds
 CONFIG = ModelConfig(
     n_layers=2,
     d_model=16,
@@ -246,6 +247,18 @@ def test_eval_reference_that_the_scorer_cannot_read_ends_it_with_the_prompt(jaxr
         (["generate", "hi", "--weights={model}", "--max-new-tokens=64"], "must be below 64"),
         (["generate", "hi", "--weights={model}", "--n=2"], "--n=2 must be 1 when sampling is gree"),
         (["generate", "hi", "--weights={model}", "--temperature=-1"], "--temperature=-1"),
+        (["generate", "hi", "--weights={model}", "--n=1000000000"], "must be between 1 and 1000"),
+        (
+            [
+                "generate",
+                "hi",
+                "--weights={model}",
+                "--temperature=1",
+                "--n=2",
+                f"--seed={2**31 - 1}",
+            ],
+            "--seed=2147483647 must be at most 2147483646",
+        ),
         (["generate", "{long}", "--weights={model}"], "prompt of 70 tokens + 1 new ones = 71 is"),
         (["eval", "--weights={model}", "--data=missing.jsonl"], "missing.jsonl cannot be read"),
         (["eval", "--weights={model}", "--data={bad}"], "bad.jsonl:2: not a JSON record"),
@@ -335,3 +348,14 @@ def test_generate_ctrl_c_ends_at_once_with_130(start, tmp_path):
     assert process.returncode == 130, errors
     assert errors.decode().splitlines()[1:] == ["jaxrl: error: interrupted"]
     assert time.monotonic() - began < 30
+
+
+def test_generate_model_with_many_stop_tokens_answers(jaxrl, tmp_path):
+    _save(tmp_path)
+    stops = list(range(2, 22))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
+
+    code, _, log = jaxrl("generate", "hi", "--weights", tmp_path, "--max-new-tokens=2")
+
+    assert code == 0, log
+    assert "prompt 2 tokens, generated" in log

@@ -9,7 +9,7 @@ from data.chat_cases import TEMPLATES, byte_tokenizer, chat_of
 
 from jaxrl.data.chat import load_chat_template
 from jaxrl.data.tokenizers import load_tokenizer
-from jaxrl.errors import DataError
+from jaxrl.errors import DataError, OutputError
 
 USER = [{"role": "user", "content": "Hi"}]
 
@@ -166,7 +166,7 @@ def test_load_tokenizer_stop_ids_are_eos_and_those_of_the_generation_config(
     assert load_tokenizer(str(folder)).stop_ids == expected
 
 
-@pytest.mark.parametrize("given", [[999999], "2", [True], [2.0], [-1], {"a": 1}])
+@pytest.mark.parametrize("given", [[999999], "2", [True], [2.0], [-1], {"a": 1}, 10**30])
 def test_load_tokenizer_stop_id_that_is_none_raises(folder, given):
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": given}))
 
@@ -175,9 +175,28 @@ def test_load_tokenizer_stop_id_that_is_none_raises(folder, given):
 
 
 @pytest.mark.parametrize("name", ["generation_config.json", "tokenizer_config.json"])
-@pytest.mark.parametrize(("text", "rule"), [("{", "is not JSON"), ("[]", "must be a JSON object")])
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [("{", "is not JSON"), ("[]", "must be a JSON object"), ("[" * 100_000, "is not JSON")],
+    ids=["cut off", "list", "nested without end"],
+)
 def test_load_tokenizer_broken_file_beside_it_is_named(folder, name, text, rule):
     (folder / name).write_text(text)
 
     with pytest.raises(DataError, match=f"{name} {rule}"):
         load_tokenizer(str(folder))
+
+
+@pytest.mark.parametrize("token", [5, ["<eos>"], {"content": 5}, {}, False])
+def test_load_tokenizer_role_that_is_no_text_raises(folder, token):
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": token}))
+
+    with pytest.raises(DataError, match=r"tokenizer_config\.json: eos_token=.* must be a text"):
+        load_tokenizer(str(folder))
+
+
+def test_save_into_a_file_is_output_error(tmp_path):
+    (tmp_path / "file").write_text("")
+
+    with pytest.raises(OutputError, match="cannot write the tokenizer to .*file"):
+        load_tokenizer("bytes").save(tmp_path / "file")

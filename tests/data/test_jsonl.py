@@ -179,3 +179,11 @@ def test_read_jsonl_template_with_a_field_of_the_file(tmp_path):
     examples = read_jsonl(path, template="[{level}] {question}")
 
     assert all(e.prompt == f"[{e.metadata['level']}] {e.question}" for e in examples)
+
+
+def test_read_jsonl_number_that_no_float_holds_is_refused(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"question": "q", "answer": 1e999}')
+
+    with pytest.raises(DataError, match=r"a\.jsonl:1: 'answer' must be a finite number, got inf"):
+        read_jsonl(path)

@@ -206,6 +206,66 @@ def test_check_damaged_or_missing_files_are_named(saved, tmp_path):
             check_folder(folder, model)
 
 
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ('{"weight_map": {"a": 3}}', "is damaged: 3: names of files must be texts"),
+        ("[" * 100_000, "is damaged: RecursionError"),
+        ('{"weight_map": {"a": ".."}}', r"names '\.\.' outside the folder"),
+    ],
+)
+def test_check_damaged_index_is_named(saved, index, message):
+    model, _, folder = saved()
+    (folder / "model.safetensors.index.json").write_text(index)
+
+    with pytest.raises(CheckpointError, match=message):
+        check_folder(folder, model)
+
+
+@pytest.mark.parametrize(
+    ("changes", "claim", "message"),
+    [
+        ({"scan_layers": True}, {"n_layers": 1000}, "model.n_layers=1000 and .* has 9002"),
+        (
+            {"n_experts": 3, "sliding_window": 9, "tie_embeddings": False},
+            {"n_experts": 10**9},
+            "and model.n_experts=1000000000 has 6000000017",
+        ),
+    ],
+)
+def test_check_claims_far_beyond_the_file_are_refused_without_naming_each_tensor(
+    saved, monkeypatch, changes, claim, message
+):
+    model, _, folder = saved(**changes)
+    monkeypatch.setattr("jaxrl.models.safetensors._FEW", 1000)
+    liar = build_model(dataclasses.replace(model.config, **claim))
+
+    with pytest.raises(CheckpointError, match=message):
+        check_folder(folder, liar)
+
+
+def test_save_beside_an_index_that_readers_would_follow_is_refused(make_model, tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+
+    with pytest.raises(OutputError, match=r"holds model\.safetensors\.index\.json"):
+        save_params(tmp_path, *make_model())
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors.index.json"]
+
+
+def test_save_that_fails_keeps_the_old_files_and_leaves_nothing(saved, monkeypatch):
+    model, params, folder = saved()
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    monkeypatch.setattr("os.replace", _disk_full)
+
+    with pytest.raises(OutputError, match="No space left"):
+        save_params(folder, model, params)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def _disk_full(*args):
+    raise OSError(28, "No space left on device")
+
+
 def test_save_into_a_file_is_output_error(make_model, tmp_path):
     (tmp_path / "file").write_text("")
 

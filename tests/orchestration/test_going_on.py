@@ -135,3 +135,13 @@ def test_fit_without_a_cold_start_saves_no_state_before_rl_and_goes_on(make_conf
     published = [r for r in records if r["event"] == "published"]
     assert published[0]["digest"] == initial
     assert [len(ids) for ids in consumed_samples(records).values()] == [16, 16, 16]
+
+
+def test_fit_with_another_seed_is_refused_and_keeps_the_config(make_config):
+    config = make_config(sft={"steps": 1}, train={"steps": 0})
+    _fit(config)
+    before = RunDir(config.output_dir).config.read_bytes()
+
+    with pytest.raises(CheckpointError, match="was made with seed=0, the config has seed=5"):
+        _fit(make_config(sft={"steps": 1}, train={"steps": 1}, seed=5))
+    assert RunDir(config.output_dir).config.read_bytes() == before

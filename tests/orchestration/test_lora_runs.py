@@ -12,7 +12,7 @@ import pytest
 from jaxrl.cli import parsing
 from jaxrl.cli.published import load_weights, open_parts
 from jaxrl.config import published_model
-from jaxrl.errors import WeightVersionError
+from jaxrl.errors import CheckpointError, WeightVersionError
 from jaxrl.models.lora import merge_adapters, split_frozen
 from jaxrl.models.model import build_model, init_params
 from jaxrl.models.safetensors import load_params, save_params
@@ -82,6 +82,22 @@ def test_run_whose_published_weights_changed_is_not_resumed(lora_config, tmp_pat
     longer = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=2))
     with pytest.raises(WeightVersionError, match="with the frozen weights"):
         _fit(longer)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("lora_alpha", 64.0), ("lora_rank", 2), ("lora_targets", ("query",)), ("rope_theta", 7.0)],
+)
+def test_run_whose_model_changed_is_not_resumed_and_keeps_its_config(lora_config, field, value):
+    config = lora_config("run", sft={"steps": 1}, train={"steps": 0})
+    _fit(config)
+    before = RunDir(config.output_dir).config.read_bytes()
+    model = dataclasses.replace(config.model, **{field: value})
+    longer = dataclasses.replace(config.train, steps=2)
+
+    with pytest.raises(CheckpointError, match=rf"was made with model\.{field}=.*the config has"):
+        _fit(dataclasses.replace(config, model=model, train=longer))
+    assert RunDir(config.output_dir).config.read_bytes() == before
 
 
 def test_exported_weights_are_the_merged_ones(lora_config, tmp_path):

@@ -47,6 +47,11 @@ MONSTERS = [r"\boxed{9^{9^{9^{9}}}}", "9**9**9**9"]
         ("5", r"\boxed{5\text{ cm}}"),
         ("90^\\circ", r"\boxed{90}"),
         (r"\text{even}", r"\boxed{\text{even}}"),
+        # Numbers with an exponent, in a text and as a formula.
+        ("100000", "1e5"),
+        ("300000000", "the answer is 3e8."),
+        ("0.00025", r"\boxed{2.5E-4}"),
+        ("1e5", r"\boxed{100000}"),
         # The last box counts.
         ("2", r"first \boxed{1}, no, \boxed{2}"),
         # A percent sign on one side stands for either reading.
@@ -70,6 +75,9 @@ def test_symbolic_equal_answers_score_one(answer, text):
         ("7", r"\boxed{7"),
         ("0.5", "50"),
         ("x+1", r"\boxed{x+2}"),
+        ("1", "1e5"),
+        ("1", "1e999999999"),
+        ("3", "the answer is 3e8"),
         ("1", r"\boxed{1} or rather \boxed{2}"),
         (r"\frac{1}{3}", r"\boxed{0.33}"),
         ("[1, 2)", r"\boxed{(1, 2)}"),

@@ -72,7 +72,18 @@ def number(record: Record, key: str, default: float) -> float:
     value = 0.0 if value is None else value
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(f"{key}={value!r} must be a number")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ConfigError(f"{key}={value!r:.60} must be a finite number") from None
+
+
+def whole(record: Record, key: str, default: int) -> int:
+    """The whole number at `key`; an absent key is `default`, null is 0: "none"."""
+    value = number(record, key, default)
+    if not value.is_integer():
+        raise ConfigError(f"{key}={record[key]!r} must be a whole number")
+    return int(value)
 
 
 def read_rope(rope: Any, theta: Any) -> tuple[float, dict[str, Any]]:
@@ -83,8 +94,10 @@ def read_rope(rope: Any, theta: Any) -> tuple[float, dict[str, Any]]:
     if not isinstance(rope, Mapping):
         raise ConfigError(f"rope_parameters={rope!r} must be an object")
     rope = {key: value for key, value in rope.items() if value is not None}
+    check_rotated(rope)
     theta = number(rope, "rope_theta", number({"rope_theta": theta}, "rope_theta", 0.0))
     rope.pop("rope_theta", None)
+    rope.pop(_ROTATED, None)
     # Files of older versions say `type`; some say both.
     old_kind = rope.pop("type", "default")
     kind = rope.pop("rope_type", old_kind)
@@ -95,23 +108,49 @@ def read_rope(rope: Any, theta: Any) -> tuple[float, dict[str, Any]]:
     return theta, {"rope_type": kind, **rope}
 
 
+def check_rotated(record: Record) -> None:
+    """Raise `ConfigError` unless the whole width of a head takes part in the rotation."""
+    if (share := number(record, _ROTATED, 1.0)) != 1.0:
+        raise ConfigError(f"{_ROTATED}={share!r} must be 1.0")
+
+
 def read_windows(record: Record, pattern: int) -> dict[str, int]:
     """`sliding_window` and `global_every` of a record in which every `pattern`-th layer sees all.
 
     A list of the kinds of all layers, in newer files, goes before.
     """
-    window = number(record, "sliding_window", 0)
+    window = whole(record, "sliding_window", 0)
     kinds = record.get("layer_types")
     if kinds is None:
-        return {"sliding_window": int(window), "global_every": pattern if window else 0}
-    if not isinstance(kinds, list) or not {*map(str, kinds)} <= {_WHOLE, _WINDOW}:
-        raise ConfigError(f"layer_types={kinds!r:.200} must hold {_WINDOW!r} and {_WHOLE!r}")
+        # Where every layer is one that sees all, no layer has a window.
+        window = 0 if pattern == 1 else window
+        return {"sliding_window": window, "global_every": pattern if window else 0}
     if _WINDOW not in kinds:
         return {"sliding_window": 0, "global_every": 0}
     for every in (pattern, *range(2, len(kinds) + 1), 0):
         if kinds == layer_types(len(kinds), every):
-            return {"sliding_window": int(window), "global_every": every}
+            return {"sliding_window": window, "global_every": every}
     raise ConfigError(f"layer_types={kinds!r:.200} must repeat: windows, then one {_WHOLE!r}")
+
+
+def check_layer_types(record: Record) -> None:
+    """Raise `ConfigError` unless the list, if there is one, holds a kind for each layer."""
+    kinds, layers = record.get("layer_types"), record["num_hidden_layers"]
+    if kinds is None:
+        return
+    if not isinstance(kinds, list) or not {*map(str, kinds)} <= {_WHOLE, _WINDOW}:
+        raise ConfigError(f"layer_types={kinds!r:.200} must hold {_WINDOW!r} and {_WHOLE!r}")
+    if len(kinds) != layers:
+        rule = f"one for each of num_hidden_layers={layers!r}"
+        raise ConfigError(f"layer_types has {len(kinds)} entries, must have {rule}")
+
+
+def check_no_windows(record: Record) -> None:
+    """Raise `ConfigError` if the list of a model without a sliding window names layers with one."""
+    kinds = record.get("layer_types", ())
+    if _WINDOW in kinds:
+        rule = f"without {_WINDOW!r}, because the model has no sliding window"
+        raise ConfigError(f"layer_types={kinds!r:.200} must be {rule}")
 
 
 def layer_types(n_layers: int, every: int) -> list[str]:
@@ -119,4 +158,5 @@ def layer_types(n_layers: int, every: int) -> list[str]:
     return [_WHOLE if every and (i + 1) % every == 0 else _WINDOW for i in range(n_layers)]
 
 
+_ROTATED = "partial_rotary_factor"
 _WHOLE, _WINDOW = "full_attention", "sliding_attention"

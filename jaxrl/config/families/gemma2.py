@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxrl.config.families.family import ATTENTION, MLP, Family, Record, number, read_windows
 from jaxrl.config.families.family import layer_types as kinds_of_layers
+from jaxrl.errors import ConfigError
 
 if TYPE_CHECKING:
     from jaxrl.config.sections import ModelConfig
@@ -35,6 +36,9 @@ ABSENT = {"tie_word_embeddings": True, "head_dim": 256}
 def read_scales(record: Record, attention_cap: float, logits_cap: float) -> dict[str, float]:
     """The fields of scores and logits; the caps are those of files that do not say."""
     scale = number(record, "query_pre_attn_scalar", 256.0)
+    if scale <= 0:
+        value = record["query_pre_attn_scalar"]
+        raise ConfigError(f"query_pre_attn_scalar={value!r} must be above 0")
     return {
         # The usual scale is written as 0, whatever the head's width.
         "query_scale": 0.0 if scale == record["head_dim"] else scale,

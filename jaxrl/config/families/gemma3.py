@@ -14,6 +14,7 @@ from jaxrl.config.families.family import (
     number,
     read_rope,
     read_windows,
+    whole,
 )
 from jaxrl.config.families.gemma2 import (
     ABSENT,
@@ -30,8 +31,10 @@ if TYPE_CHECKING:
 
 
 def _read(record: Record) -> dict[str, Any]:
-    pattern = number(record, "sliding_window_pattern", number(record, "_sliding_window_pattern", 6))
-    windows = read_windows({"sliding_window": 4096, **record}, int(pattern))
+    pattern = whole(record, "sliding_window_pattern", whole(record, "_sliding_window_pattern", 6))
+    if pattern < 0:
+        raise ConfigError(f"sliding_window_pattern={pattern} must be at least 0")
+    windows = read_windows({"sliding_window": 4096, **record}, pattern)
     return {**read_scales(record, 0.0, 0.0), **windows, **_read_positions(record)}
 
 

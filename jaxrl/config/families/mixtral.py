@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxrl.config.families.family import ATTENTION, NORMS, Family, Record, number
+from jaxrl.config.families.family import ATTENTION, NORMS, Family, Record, whole
 
 EXPERTS = {
     "mlp/router": "block_sparse_moe.gate.weight",
@@ -13,7 +13,7 @@ EXPERTS = {
 
 
 def _read(record: Record) -> dict[str, int]:
-    return {"sliding_window": int(number(record, "sliding_window", 0))}
+    return {"sliding_window": whole(record, "sliding_window", 0)}
 
 
 MIXTRAL = Family(
