@@ -5,7 +5,7 @@ needs:     PATH, a folder with the files of HuggingFaceTB/SmolLM2-135M-Instruct 
            it (extra `gguf`); without SMOLLM2 it is models/SmolLM2-135M-Instruct. Extra `tasks`.
            Nothing is downloaded.
 cost:      about 14 CPU-minutes: 20 to 25 CPU-seconds for each of 20 updates (4 questions, 8 samples
-           each), 30 to 45 for an evaluation, 2 minutes to load and compile; 2.5 GB of memory
+           each), 30 to 45 for an evaluation, 2 minutes to load and compile; 2.6 GB of memory
            (4.3 GB with train.micro_batches=1). The first update ends after 2 to 3 minutes, 20
            after about 15 on two cores
 result:    accuracy on 128 held-out sums, of the Q4_1 file:
