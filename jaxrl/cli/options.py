@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Literal
 
 from jaxrl.config import rules
@@ -78,6 +79,8 @@ class EvalOptions:
     def check(self) -> None:
         """One source of weights, and data for those that bring none."""
         _check_source(self)
+        if self.data and not os.path.exists(self.data):
+            raise ConfigError(f"--data={self.data}: there is no such file")
         if self.weights and not self.data:
             raise ConfigError("--weights needs --data=FILE.jsonl: a model brings no questions")
         if self.answer_format != "auto" and not self.data:

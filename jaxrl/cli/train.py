@@ -25,8 +25,11 @@ def run(config: ExperimentConfig, args: Any) -> int:
     examples = [f"  {text!r} -> {answer!r}" for text, answer, _ in after.examples[:3]]
     lines = [
         "",
+        # Without RL both are the evaluation after the supervised updates.
         format_summary(
-            before.metrics(), after.metrics(), title=f"{after.prompts} held-out prompts"
+            before.metrics() if config.train.steps else None,
+            after.metrics(),
+            title=f"{after.prompts} held-out prompts",
         ),
         "",
         "for example:",

@@ -70,6 +70,9 @@ def published_model(folder: str | os.PathLike[str], **changes: Any) -> ModelConf
     """
     if is_gguf(folder):
         return gguf_model(folder, **changes)
+    if not Path(folder).exists():
+        kinds = "a folder as of Hugging Face or a GGUF file; nothing is downloaded"
+        raise ConfigError(f"{os.fspath(folder)} does not exist: it must be {kinds}")
     path = Path(folder) / "config.json"
     record = _read(path)
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
 from jaxrl.observe import names
@@ -135,18 +135,28 @@ def format_duration(seconds: float) -> str:
 
 
 def format_summary(
-    before: Mapping[str, float], after: Mapping[str, float], *, title: str = "summary"
+    before: Mapping[str, float] | None, after: Mapping[str, float], *, title: str = "summary"
 ) -> str:
-    """A table of every value measured before or after a run, with the change."""
+    """A table of every value measured before or after a run, with the change; of the values after
+    it alone where `before` is None."""
+    if before is None:
+        return _table([(title, "result"), *((name, _cell(v)) for name, v in after.items())])
     rows = [(title, "before", "after", "change")]
     for name in dict.fromkeys([*before, *after]):
         old, new = before.get(name), after.get(name)
         change = f"{new - old:+.4g}" if old is not None and new is not None else "-"
-        cells = ["-" if value is None else f"{value:.4g}" for value in (old, new)]
-        rows.append((name, *cells, change))
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+        rows.append((name, _cell(old), _cell(new), change))
+    return _table(rows)
+
+
+def _cell(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> str:
+    """Columns side by side, a line below the first row."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
-        "  ".join([row[0].ljust(widths[0])] + [row[i].rjust(widths[i]) for i in range(1, 4)])
-        for row in rows
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
     ]
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])

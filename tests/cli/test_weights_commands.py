@@ -240,7 +240,7 @@ def test_eval_reference_that_the_scorer_cannot_read_ends_it_with_the_prompt(jaxr
         (["eval", "--weights={model}"], "--weights needs --data=FILE.jsonl"),
         (["generate", "hi", "--weights={model}", "--version=3"], "--version=3 belongs to --run"),
         (["generate", "hi", "--run=a", "--max-length=9"], "--max-length=9 belongs to --weights"),
-        (["generate", "hi", "--weights=missing"], "missing/config.json"),
+        (["generate", "hi", "--weights=missing"], "missing does not exist: it must be a folder"),
         (["generate", "hi", "--weights={empty}"], "config.json"),
         (["generate", "hi", "--weights={model}", "--max-length=65"], "must be at most 64"),
         (["generate", "hi", "--weights={model}", "--max-new-tokens=64"], "must be below 64"),
@@ -259,7 +259,10 @@ def test_eval_reference_that_the_scorer_cannot_read_ends_it_with_the_prompt(jaxr
             "--seed=2147483647 must be at most 2147483646",
         ),
         (["generate", "{long}", "--weights={model}"], "prompt of 70 tokens + 1 new ones = 71 is"),
-        (["eval", "--weights={model}", "--data=missing.jsonl"], "missing.jsonl cannot be read"),
+        (
+            ["eval", "--weights={model}", "--data=missing.jsonl"],
+            "--data=missing.jsonl: there is no such file",
+        ),
         (["eval", "--weights={model}", "--data={bad}"], "bad.jsonl:2: not a JSON record"),
         (["eval", "--weights={model}", "--data={plain}", "--size=2"], "--size=2 must be at most 1"),
         (

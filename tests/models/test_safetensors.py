@@ -357,6 +357,8 @@ def test_published_model_fields_that_older_files_leave_out(tmp_path):
 
 
 def test_published_model_missing_or_broken_file_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="org/name does not exist: .* nothing is downloaded"):
+        published_model("org/name")
     with pytest.raises(ConfigError, match=r"config\.json"):
         published_model(tmp_path)
     for text, message in (("{", "not JSON"), ("[]", "must be a JSON object")):

@@ -134,6 +134,17 @@ def test_progress_on_a_terminal_redraws_one_line():
     assert "\x1b[" in stream.getvalue()
 
 
+def test_format_summary_without_a_before_shows_the_result_alone():
+    text = format_summary(None, {"accuracy": 0.5, "length": 10.0}, title="eval")
+
+    assert text.splitlines() == [
+        "eval      result",
+        "----------------",
+        "accuracy     0.5",
+        "length        10",
+    ]
+
+
 def test_format_summary_aligns_and_shows_the_change():
     text = format_summary(
         {"accuracy": 0.125, "length": 10.0}, {"accuracy": 0.5, "reward": 1.0}, title="eval"
