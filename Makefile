@@ -5,7 +5,9 @@ TAG := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 VENV ?= .venv-$(TAG)
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
-PYTEST := $(BIN)/python -m pytest
+# Two processes: compiling, which takes most of the tests' time, uses one core. WORKERS=0 for one.
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS)
 
 .PHONY: help quickstart test test-slow lint format docs hooks constraints clean
 
