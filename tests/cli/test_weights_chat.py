@@ -9,7 +9,6 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.cli import main as cli
 from jaxrl.config import ModelConfig, published_model
 from jaxrl.data.tokenizers import load_tokenizer
 from jaxrl.models.model import build_model, init_params
@@ -43,26 +42,6 @@ def chat_model(model, tmp_path_factory):
         (folder / file.name).write_bytes(file.read_bytes())
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    """Compiled programs of all tests here."""
-    before = jax.config.jax_compilation_cache_dir
-    yield tmp_path_factory.mktemp("cache")
-    jax.config.update("jax_compilation_cache_dir", before)
-
-
-@pytest.fixture
-def jaxrl(capfd, cache):
-    """Function (arguments…) -> (exit code, standard output, standard error), in this process."""
-
-    def run(*arguments):
-        capfd.readouterr()
-        code = cli.main([*map(str, arguments), f"--config.observe.compilation_cache={cache}"])
-        return code, *capfd.readouterr()
-
-    return run
 
 
 def test_generate_asks_through_the_chat_template_unless_it_is_told_not_to(jaxrl, chat_model):

@@ -10,10 +10,8 @@ import signal
 import subprocess
 import sys
 
-import jax
 import pytest
 
-from jaxrl.cli import main as cli
 from jaxrl.config import ModelConfig
 from jaxrl.data.tokenizers import load_tokenizer
 from jaxrl.models.model import build_model, init_params
@@ -61,14 +59,6 @@ def digest(published):
     return published[1]
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    """Compiled programs: tests that ask for as many tokens compile once."""
-    before = jax.config.jax_compilation_cache_dir
-    yield tmp_path_factory.mktemp("cache")
-    jax.config.update("jax_compilation_cache_dir", before)
-
-
 @pytest.fixture
 def questions(tmp_path):
     """Five questions in the form of GSM8K."""
@@ -76,18 +66,6 @@ def questions(tmp_path):
     path = tmp_path / "questions.jsonl.gz"
     path.write_bytes(gzip.compress("".join(json.dumps(r) + "\n" for r in rows).encode()))
     return path
-
-
-@pytest.fixture
-def jaxrl(capfd, cache):
-    """Function (arguments…) -> (exit code, standard output, standard error), in this process."""
-
-    def run(*arguments):
-        capfd.readouterr()
-        code = cli.main([*map(str, arguments), f"--config.observe.compilation_cache={cache}"])
-        return code, *capfd.readouterr()
-
-    return run
 
 
 @pytest.fixture
@@ -192,12 +170,14 @@ def test_eval_predictions_file_that_exists_is_kept_and_named(jaxrl, model, quest
 
 LONG = ["--max-new-tokens=9000", "--config.observe.compilation_cache=off"]
 SCORERS = """
+import time
+
 def one(completion, reference):
     return 1.0
 
 def hang(completion, reference):
-    while reference["answer"] == "1,000":
-        pass
+    if reference["answer"] == "1,000":
+        time.sleep(3600)
     return 1.0
 """
 

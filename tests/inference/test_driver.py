@@ -10,40 +10,13 @@ import jax
 import numpy as np
 import pytest
 from host_sync import counting_host_syncs
+from inference.gates import Gate, driver_of
 
 from jaxrl.errors import DeadlineError, DriverError, RequestError
 from jaxrl.inference.driver import Driver
 from jaxrl.types import SamplingParams
 
 pytestmark = pytest.mark.asyncio
-
-
-class Gate:
-    """An engine that waits before chosen dispatches until the test lets it go on."""
-
-    def __init__(self, engine, hold_at=()):
-        self._engine = engine
-        self._hold_at = set(hold_at)
-        self.dispatches = 0
-        self.reached = threading.Event()
-        self.go = threading.Event()
-        self.error = None
-
-    def __getattr__(self, name):
-        return getattr(self._engine, name)
-
-    def generate(self, *args, **kwargs):
-        self.dispatches += 1
-        if self.dispatches in self._hold_at:
-            self.reached.set()
-            assert self.go.wait(60)
-        if self.error is not None:
-            raise self.error
-        return self._engine.generate(*args, **kwargs)
-
-
-def _driver(tiny, engine=None, **options) -> Driver:
-    return Driver(engine or tiny.engine, tiny.params[0], tiny.versions[0], **options)
 
 
 async def _until(condition, seconds=60.0):
@@ -57,7 +30,7 @@ async def test_completions_equal_one_full_forward_per_token(tiny, prompts):
     params = [
         SamplingParams(3 + 2 * i, (0.0, 0.6, 1.0)[i % 3], seed=100 + i) for i in range(len(prompts))
     ]
-    with _driver(tiny) as driver:
+    with driver_of(tiny) as driver:
         completions = await asyncio.gather(*map(driver.sample, prompts, params))
 
     for prompt, wanted, got in zip(prompts, params, completions, strict=True):
@@ -83,7 +56,7 @@ async def test_tokens_do_not_depend_on_order_slot_or_neighbours(tiny, prompts, o
         await asyncio.sleep(rng.uniform(0, 0.02))
         got[index] = await driver.sample(*jobs[index])
 
-    with _driver(tiny) as driver:
+    with driver_of(tiny) as driver:
         await asyncio.gather(*(one(driver, int(index)) for index in order))
 
     for index, (prompt, params) in enumerate(jobs):
@@ -92,7 +65,7 @@ async def test_tokens_do_not_depend_on_order_slot_or_neighbours(tiny, prompts, o
 
 async def test_schedule_is_the_same_for_the_same_requests_in_the_same_order(tiny, prompts):
     def run():
-        driver = _driver(tiny)
+        driver = driver_of(tiny)
         futures = [
             driver.submit(prompts[i % 8], SamplingParams(2 + i % 7, 1.0, seed=i)) for i in range(20)
         ]
@@ -110,7 +83,7 @@ async def test_schedule_is_the_same_for_the_same_requests_in_the_same_order(tiny
 
 async def test_group_is_prefilled_once_also_when_members_are_admitted_later(tiny, prompts):
     params = [SamplingParams(5, 1.0, seed=i) for i in range(9)]
-    driver = _driver(tiny)
+    driver = driver_of(tiny)
     futures = [driver.submit(prompts[4], p) for p in params]
 
     with driver:
@@ -123,7 +96,7 @@ async def test_group_is_prefilled_once_also_when_members_are_admitted_later(tiny
 
 
 async def test_many_more_requests_than_slots_all_finish(tiny, prompts):
-    with _driver(tiny) as driver:
+    with driver_of(tiny) as driver:
         completions = await asyncio.gather(
             *(driver.sample(prompts[i % 8], SamplingParams(1 + i % 9, seed=i)) for i in range(60))
         )
@@ -140,7 +113,7 @@ async def test_sampled_stop_token_ends_the_completion_and_keeps_its_logprob(tiny
     stop = int(free[5])
     end = int(np.flatnonzero(free == stop)[0]) + 1
 
-    with _driver(tiny) as driver:
+    with driver_of(tiny) as driver:
         got = await driver.sample(prompts[5], SamplingParams(12, 1.0, 4, stop_tokens=(stop,)))
 
     assert got.finish_reason == "stop"
@@ -150,7 +123,7 @@ async def test_sampled_stop_token_ends_the_completion_and_keeps_its_logprob(tiny
 
 
 async def test_bad_request_fails_alone(tiny, prompts):
-    with _driver(tiny) as driver:
+    with driver_of(tiny) as driver:
         good = asyncio.create_task(driver.sample(prompts[0], SamplingParams(5)))
         with pytest.raises(RequestError, match="the prompt is empty"):
             await driver.sample(np.array([], np.int32), SamplingParams(5))
@@ -161,7 +134,7 @@ async def test_bad_request_fails_alone(tiny, prompts):
 
 async def test_cancelled_request_leaves_the_queue_at_once_and_frees_its_slot(tiny, prompts):
     engine = Gate(tiny.engine, hold_at=[1])
-    driver = _driver(tiny, engine)
+    driver = driver_of(tiny, engine)
     running = [
         asyncio.create_task(driver.sample(prompts[i], SamplingParams(20, seed=i))) for i in range(4)
     ]
@@ -198,7 +171,7 @@ async def test_cancelled_request_leaves_the_queue_at_once_and_frees_its_slot(tin
     assert driver.stats().cancelled == 3
 
 
-async def test_two_event_loops_share_one_driver(tiny, prompts):
+async def test_two_event_loops_share_onedriver_of(tiny, prompts):
     results = {}
 
     def loop(name):
@@ -209,7 +182,7 @@ async def test_two_event_loops_share_one_driver(tiny, prompts):
 
         results[name] = asyncio.run(main())
 
-    with _driver(tiny) as driver:
+    with driver_of(tiny) as driver:
         threads = [threading.Thread(target=loop, args=(name,)) for name in ("a", "b")]
         for thread in threads:
             thread.start()
@@ -222,7 +195,7 @@ async def test_two_event_loops_share_one_driver(tiny, prompts):
 
 async def test_event_loop_keeps_turning_while_the_engine_works(tiny, prompts):
     engine = Gate(tiny.engine, hold_at=[1])
-    with _driver(tiny, engine) as driver:
+    with driver_of(tiny, engine) as driver:
         task = asyncio.create_task(driver.sample(prompts[0], SamplingParams(3)))
         await asyncio.to_thread(engine.reached.wait, 60)
         turns = 0
@@ -239,7 +212,7 @@ async def test_engine_failure_fails_everyone_with_the_cause_and_later_requests_a
     tiny, prompts
 ):
     engine = Gate(tiny.engine, hold_at=[2])
-    with _driver(tiny, engine) as driver:
+    with driver_of(tiny, engine) as driver:
         tasks = [
             asyncio.create_task(driver.sample(prompts[i % 8], SamplingParams(20, seed=i)))
             for i in range(7)
@@ -263,14 +236,14 @@ async def test_prefill_failure_reaches_the_request_that_was_being_admitted(tiny,
         def prefill(self, *args):
             raise RuntimeError("out of memory")
 
-    with _driver(tiny, Broken(tiny.engine)) as driver:
+    with driver_of(tiny, Broken(tiny.engine)) as driver:
         with pytest.raises(DriverError, match="out of memory"):
             await driver.sample(prompts[0], SamplingParams(2))
 
 
 async def test_stop_fails_what_is_left_and_refuses_the_rest(tiny, prompts):
     engine = Gate(tiny.engine, hold_at=[1])
-    driver = _driver(tiny, engine)
+    driver = driver_of(tiny, engine)
     tasks = [
         asyncio.create_task(driver.sample(prompts[i], SamplingParams(20, seed=i))) for i in range(6)
     ]
@@ -291,7 +264,7 @@ async def test_stop_fails_what_is_left_and_refuses_the_rest(tiny, prompts):
 
 
 async def test_requests_before_start_are_served_after_it(tiny, prompts):
-    driver = _driver(tiny)
+    driver = driver_of(tiny)
     future = driver.submit(prompts[0], SamplingParams(3, seed=1))
     with driver:
         got = await asyncio.wrap_future(future)
@@ -301,7 +274,7 @@ async def test_requests_before_start_are_served_after_it(tiny, prompts):
 
 
 async def test_one_device_read_per_dispatch_and_none_besides(tiny, prompts):
-    with _driver(tiny) as driver:
+    with driver_of(tiny) as driver:
         before = driver.stats().dispatches
         with counting_host_syncs() as syncs:
             await asyncio.gather(
@@ -317,7 +290,7 @@ async def test_one_device_read_per_dispatch_and_none_besides(tiny, prompts):
 
 async def test_serving_and_swapping_compile_nothing(tiny, prompts):
     compiled = []
-    with _driver(tiny, in_flight="recompute") as driver:
+    with driver_of(tiny, in_flight="recompute") as driver:
         await driver.sample(prompts[0], SamplingParams(2))
         count = driver.stats().compile_count
         jax.monitoring.register_event_duration_secs_listener(
@@ -344,7 +317,7 @@ async def test_blocking_helpers_give_completions_and_text(tiny, prompts):
         def decode(self, ids):
             return " ".join(map(str, ids))
 
-    with _driver(tiny, tokenizer=Numbers()) as driver:
+    with driver_of(tiny, tokenizer=Numbers()) as driver:
         got = await asyncio.to_thread(driver.sample_blocking, prompts[1], SamplingParams(4, seed=2))
         text = await asyncio.to_thread(driver.generate, "3 4 5", max_tokens=5, temperature=0.0)
 
@@ -366,7 +339,7 @@ async def test_generate_stops_at_every_stop_token_of_the_tokenizer(tiny):
         def decode(self, ids):
             return " ".join(map(str, ids))
 
-    with _driver(tiny, tokenizer=Numbers()) as driver:
+    with driver_of(tiny, tokenizer=Numbers()) as driver:
         text = await asyncio.to_thread(driver.generate, "3 4 5", max_tokens=5, seed=2)
 
     assert wanted.index(wanted[2]) == 2
@@ -375,7 +348,7 @@ async def test_generate_stops_at_every_stop_token_of_the_tokenizer(tiny):
 
 async def test_blocking_sample_gives_up_at_its_deadline(tiny, prompts):
     engine = Gate(tiny.engine, hold_at=[1])
-    with _driver(tiny, engine) as driver:
+    with driver_of(tiny, engine) as driver:
         with pytest.raises(DeadlineError, match=r"timeout=0.05 s"):
             await asyncio.to_thread(
                 driver.sample_blocking, prompts[0], SamplingParams(9), timeout=0.05
@@ -383,7 +356,7 @@ async def test_blocking_sample_gives_up_at_its_deadline(tiny, prompts):
         engine.go.set()
 
 
-async def test_not_a_number_weights_fail_the_request_not_the_driver(tiny, prompts):
+async def test_not_a_number_weights_fail_the_request_not_thedriver_of(tiny, prompts):
     broken = jax.tree.map(lambda x: x * np.nan, tiny.params[0])
     driver = Driver(tiny.engine, broken, tiny.versions[0], verify=False)
     with driver:

@@ -11,37 +11,12 @@ from concurrent.futures import CancelledError
 import jax
 import numpy as np
 import pytest
+from inference.gates import Gate, driver_of
 
 from jaxrl.errors import DriverError, RequestError
 from jaxrl.inference.driver import Driver
 from jaxrl.inference.streaming import Channel, Chunk
 from jaxrl.types import SamplingParams
-
-
-class Held:
-    """An engine whose chosen dispatch waits until the test lets it go on, or fails."""
-
-    def __init__(self, engine, at):
-        self._engine, self._at = engine, at
-        self.dispatches = 0
-        self.reached, self.go = threading.Event(), threading.Event()
-        self.error = None
-
-    def __getattr__(self, name):
-        return getattr(self._engine, name)
-
-    def generate(self, *args, **kwargs):
-        self.dispatches += 1
-        if self.dispatches == self._at:
-            self.reached.set()
-            assert self.go.wait(60)
-            if self.error is not None:
-                raise self.error
-        return self._engine.generate(*args, **kwargs)
-
-
-def _driver(tiny, engine=None, **options) -> Driver:
-    return Driver(engine or tiny.engine, tiny.params[0], tiny.versions[0], **options)
 
 
 def _joined(chunks):
@@ -60,7 +35,7 @@ def _until(condition):
 def test_chunks_are_the_completion_bit_for_bit(tiny, prompts, temperature):
     params = SamplingParams(11, temperature, seed=3)
 
-    with _driver(tiny) as driver:
+    with driver_of(tiny) as driver:
         whole = driver.sample_blocking(prompts[3], params)
         stream = driver.stream(prompts[3], params)
         chunks = list(stream)
@@ -79,7 +54,7 @@ def test_stop_token_is_in_the_last_chunk(tiny, prompts):
     free = tiny.naive(prompts[5], SamplingParams(12, 1.0, seed=4))[0]
     params = SamplingParams(12, 1.0, 4, stop_tokens=(int(free[5]),))
 
-    with _driver(tiny) as driver:
+    with driver_of(tiny) as driver:
         stream = driver.stream(prompts[5], params)
         tokens = _joined(list(stream))[0]
 
@@ -88,9 +63,9 @@ def test_stop_token_is_in_the_last_chunk(tiny, prompts):
 
 
 def test_first_chunk_comes_before_the_last_dispatch(tiny, prompts):
-    engine = Held(tiny.engine, at=2)
+    engine = Gate(tiny.engine, hold_at=[2])
 
-    with _driver(tiny, engine) as driver, driver.stream(prompts[0], SamplingParams(8)) as stream:
+    with driver_of(tiny, engine) as driver, driver.stream(prompts[0], SamplingParams(8)) as stream:
         first = next(stream)
         ended_early = engine.reached.wait(60) and engine.dispatches == 2
         engine.go.set()
@@ -107,7 +82,7 @@ async def test_many_streams_at_once_each_get_their_own_tokens(tiny, prompts):
     async def take(driver, job):
         return _joined([chunk async for chunk in driver.stream(*job)])[0]
 
-    with _driver(tiny) as driver:
+    with driver_of(tiny) as driver:
         results = await asyncio.gather(*(take(driver, job) for job in jobs))
 
     for (prompt, params), tokens in zip(jobs, results, strict=True):
@@ -115,7 +90,7 @@ async def test_many_streams_at_once_each_get_their_own_tokens(tiny, prompts):
 
 
 def test_slow_consumer_does_not_hold_the_driver_up(tiny, prompts):
-    with _driver(tiny) as driver:
+    with driver_of(tiny) as driver:
         stream = driver.stream(prompts[0], SamplingParams(12, seed=1))
         driver.sample_blocking(prompts[1], SamplingParams(30, seed=2))
         _until(lambda: driver.stats().finished == 2)  # nobody has taken a chunk yet
@@ -142,8 +117,8 @@ def _leave_loop(stream):
 
 @pytest.mark.parametrize("leave", [_leave_by_close, _leave_with, _leave_loop])
 def test_consumer_that_leaves_frees_the_slot(tiny, prompts, leave):
-    engine = Held(tiny.engine, at=2)
-    with _driver(tiny, engine) as driver:
+    engine = Gate(tiny.engine, hold_at=[2])
+    with driver_of(tiny, engine) as driver:
         leave(driver.stream(prompts[0], SamplingParams(40)))
         gc.collect()
         engine.go.set()
@@ -159,7 +134,7 @@ def test_consumer_that_leaves_frees_the_slot(tiny, prompts, leave):
 
 
 def test_taking_from_a_closed_stream_raises(tiny, prompts):
-    driver = _driver(tiny)
+    driver = driver_of(tiny)
     stream = driver.stream(prompts[0], SamplingParams(4))
 
     stream.close()
@@ -170,7 +145,7 @@ def test_taking_from_a_closed_stream_raises(tiny, prompts):
 
 
 def test_closing_after_the_end_keeps_the_completion(tiny, prompts):
-    with _driver(tiny) as driver, driver.stream(prompts[0], SamplingParams(4)) as stream:
+    with driver_of(tiny) as driver, driver.stream(prompts[0], SamplingParams(4)) as stream:
         chunks = list(stream)
 
     np.testing.assert_array_equal(stream.completion.tokens, _joined(chunks)[0])
@@ -179,13 +154,15 @@ def test_closing_after_the_end_keeps_the_completion(tiny, prompts):
 
 @pytest.mark.asyncio
 async def test_cancelled_task_frees_the_slot(tiny, prompts):
-    engine = Held(tiny.engine, at=2)
+    engine = Gate(tiny.engine, hold_at=[2])
+
+    seen = []
 
     async def consume(driver):
-        async for _ in driver.stream(prompts[0], SamplingParams(40)):
-            pass
+        async for chunk in driver.stream(prompts[0], SamplingParams(40)):
+            seen.append(chunk)
 
-    with _driver(tiny, engine) as driver:
+    with driver_of(tiny, engine) as driver:
         task = asyncio.create_task(consume(driver))
         await asyncio.to_thread(engine.reached.wait, 60)
         task.cancel()
@@ -195,12 +172,13 @@ async def test_cancelled_task_frees_the_slot(tiny, prompts):
         await asyncio.to_thread(_until, lambda: driver.stats().running == 0)
 
     assert driver.stats().cancelled == 1
+    assert len(seen) <= 1  # of the one dispatch before
 
 
 @pytest.mark.asyncio
 async def test_wait_that_is_cut_short_loses_no_token(tiny, prompts):
-    engine = Held(tiny.engine, at=2)
-    with _driver(tiny, engine) as driver:
+    engine = Gate(tiny.engine, hold_at=[2])
+    with driver_of(tiny, engine) as driver:
         stream = driver.stream(prompts[0], SamplingParams(9, seed=5))
         chunks = [await anext(stream)]
         for _ in range(20):
@@ -225,12 +203,13 @@ def test_chunk_that_came_in_the_moment_of_an_interruption_is_not_lost():
 
 
 def test_engine_failure_comes_out_after_the_tokens_before_it(tiny, prompts):
-    engine = Held(tiny.engine, at=2)
-    engine.error = RuntimeError("device lost")
-    with _driver(tiny, engine) as driver:
+    engine = Gate(tiny.engine, hold_at=[2])
+    with driver_of(tiny, engine) as driver:
         stream = driver.stream(prompts[0], SamplingParams(20))
-        engine.go.set()
         first = next(stream)
+        assert engine.reached.wait(60)
+        engine.error = RuntimeError("device lost")
+        engine.go.set()
         with pytest.raises(DriverError, match="device lost"):
             next(stream)
         with pytest.raises(DriverError, match="device lost"):
@@ -240,7 +219,7 @@ def test_engine_failure_comes_out_after_the_tokens_before_it(tiny, prompts):
 
 
 def test_stopped_driver_ends_the_stream_with_its_error(tiny, prompts):
-    driver = _driver(tiny)
+    driver = driver_of(tiny)
     waiting = driver.stream(prompts[0], SamplingParams(20))
 
     driver.stop()
@@ -259,12 +238,12 @@ def test_weights_that_give_no_numbers_end_in_an_error(tiny, prompts):
 
 def test_bad_request_is_refused_before_a_stream_exists(tiny):
     with pytest.raises(RequestError, match="the prompt is empty"):
-        _driver(tiny).stream(np.array([], np.int32), SamplingParams(5))
+        driver_of(tiny).stream(np.array([], np.int32), SamplingParams(5))
 
 
 def test_stream_follows_new_weights_with_a_version_per_token(tiny, prompts):
-    engine = Held(tiny.engine, at=2)
-    with _driver(tiny, engine, in_flight="continue") as driver:
+    engine = Gate(tiny.engine, hold_at=[2])
+    with driver_of(tiny, engine, in_flight="continue") as driver:
         stream = driver.stream(prompts[0], SamplingParams(16, seed=1))
         first = next(stream)
         engine.reached.wait(60)

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from jaxrl.config import ModelConfig
-from jaxrl.models.experts import Experts
+from jaxrl.models.experts import Experts, Weights
 from jaxrl.models.layers import Declare
 from jaxrl.models.model import build_model, forward, init_cache, sequence_logprobs, stack_layers
 from jaxrl.sharding import DEFAULT_RULES, make_mesh, place
@@ -96,18 +96,19 @@ def test_experts_both_ways_of_computing_give_the_same_numbers_and_gradients(norm
     x = jax.random.normal(next(keys), (2, 5, 16))
     shares, chosen = experts._route(x)
     target = jax.random.normal(next(keys), x.shape)
-    args = (x, shares, experts.gate[...], experts.up[...], experts.down[...])
+    weights = Weights(experts.gate[...], experts.up[...], experts.down[...])
 
     def value(way):
-        def loss(x, shares, *weights):
-            return jnp.sum(way(x, shares, chosen, *weights) * target)
+        def loss(x, shares, weights):
+            return jnp.sum(way(x, shares, chosen, weights) * target)
 
-        return jax.value_and_grad(loss, argnums=range(5))(*args)
+        return jax.value_and_grad(loss, argnums=range(3))(x, shares, weights)
 
     got, expected = value(experts.chosen_experts), value(experts.every_expert)
 
     np.testing.assert_allclose(got[0], expected[0], rtol=1e-5, atol=0)
-    for a, b in zip(got[1], expected[1], strict=True):
+    leaves = map(jax.tree.leaves, (got[1], expected[1]))
+    for a, b in zip(*leaves, strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-4)
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import signal
 
 import jax
 import numpy as np
 import pytest
+from orchestration.interrupting import fit_until_interrupted
 
 from jaxrl.cli import parsing
 from jaxrl.cli.published import load_weights, open_parts
@@ -16,7 +16,6 @@ from jaxrl.errors import CheckpointError, WeightVersionError
 from jaxrl.models.lora import merge_adapters, split_frozen
 from jaxrl.models.model import build_model, init_params
 from jaxrl.models.safetensors import load_params, save_params
-from jaxrl.orchestration.interrupts import Interrupted
 from jaxrl.orchestration.ledger import published_versions, read_ledger
 from jaxrl.orchestration.rl import RLTrainer
 from jaxrl.orchestration.run_dir import RunDir
@@ -48,17 +47,7 @@ def test_run_interrupted_then_resumed_equals_a_straight_one_and_is_proven_from_d
     straight = _fit(lora_config("straight", algorithm={"kl_coef": 0.1}))
     config = lora_config("stopped", algorithm={"kl_coef": 0.1})
     with RLTrainer(config, devices=jax.devices()[:1]) as trainer:
-        update, seen = trainer._update, []
-
-        def stop_after_two(*args):
-            update(*args)
-            seen.append(1)
-            if len(seen) == 2:
-                signal.raise_signal(signal.SIGINT)
-
-        trainer._update = stop_after_two
-        with pytest.raises(Interrupted):
-            trainer.fit()
+        fit_until_interrupted(trainer, updates=2)
 
     assert _fit(config) == straight
 

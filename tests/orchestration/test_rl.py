@@ -9,6 +9,7 @@ import signal
 import jax
 import numpy as np
 import pytest
+from orchestration.interrupting import fit_until_interrupted
 from orchestration_rewards import share
 
 from jaxrl.errors import CheckpointError, NonFiniteError, OutputError, RewardError
@@ -181,17 +182,7 @@ def test_fit_interrupted_then_resumed_equals_an_uninterrupted_run_bit_for_bit(ma
     straight = fit(make_config("straight"))
     config = make_config("stopped")
     with RLTrainer(config, devices=one_device()) as trainer:
-        update, seen = trainer._update, []
-
-        def stop_after_two(*args):
-            update(*args)
-            seen.append(1)
-            if len(seen) == 2:
-                signal.raise_signal(signal.SIGINT)
-
-        trainer._update = stop_after_two
-        with pytest.raises(Interrupted):
-            trainer.fit()
+        fit_until_interrupted(trainer, updates=2)
 
     resumed = fit(config)
 
