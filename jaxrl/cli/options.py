@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import Literal
+from typing import Any, Literal
 
 from jaxrl.config import rules
 from jaxrl.config.experiment import ExperimentConfig
@@ -26,7 +26,25 @@ _WEIGHTS = (
     "file; asked through its chat template where it has one"
 )
 _SYSTEM = "what the system says to a chat model before; for --weights"
-_LENGTH = "longest sequence in tokens, prompt and completion; none for what the model was made for"
+
+
+def _run() -> Any:
+    return common("", "output folder of a run; either this or --weights")
+
+
+def _version(use: str) -> Any:
+    rule = rules.at_least(-1, "-1: the newest published one")
+    return common(-1, f"weight version to {use}", rule)
+
+
+def _temperature() -> Any:
+    text = "sampling temperature; none for eval.temperature of the run, greedy with --weights"
+    return common(None, text, rules.at_least(0))
+
+
+def _max_length() -> Any:
+    text = "longest sequence in tokens, prompt and completion; none for what the model was made for"
+    return common(None, f"{text}; for --weights", rules.at_least(2))
 
 
 @section("--")
@@ -40,10 +58,8 @@ class TrainOptions:
 class EvalOptions:
     """Flags of `jaxrl eval`."""
 
-    run: str = common("", "output folder of a run; either this or --weights")
-    version: int = common(
-        -1, "weight version to evaluate", rules.at_least(-1, "-1: the newest published one")
-    )
+    run: str = _run()
+    version: int = _version("evaluate")
     weights: str = common("", _WEIGHTS)
     data: str = common(
         "",
@@ -57,17 +73,13 @@ class EvalOptions:
     scorer: str = common(
         "", "reward function; empty: rewards.scorer of the run, last_number with --weights"
     )
-    temperature: float | None = common(
-        None,
-        "sampling temperature; none for eval.temperature of the run, greedy with --weights",
-        rules.at_least(0),
-    )
+    temperature: float | None = _temperature()
     max_new_tokens: int | None = common(
         None,
         f"longest completion in tokens; none for that of the run, {NEW_TOKENS} with --weights",
         rules.at_least(1),
     )
-    max_length: int | None = common(None, f"{_LENGTH}; for --weights", rules.at_least(2))
+    max_length: int | None = _max_length()
     raw: bool = common(
         False, "the question alone is the prompt, without data.prompt_template and chat template"
     )
@@ -92,23 +104,17 @@ class GenerateOptions:
     """Flags of `jaxrl generate`, and the prompt."""
 
     prompt: str = required("the text to complete", rules.non_empty())
-    run: str = common("", "output folder of a run; either this or --weights")
-    version: int = common(
-        -1, "weight version to sample from", rules.at_least(-1, "-1: the newest published one")
-    )
+    run: str = _run()
+    version: int = _version("sample from")
     weights: str = common("", _WEIGHTS)
-    temperature: float | None = common(
-        None,
-        "sampling temperature; none for eval.temperature of the run, greedy with --weights",
-        rules.at_least(0),
-    )
+    temperature: float | None = _temperature()
     max_new_tokens: int | None = common(
         None,
         f"longest completion in tokens; none for rollout.max_new_tokens of the run; {NEW_TOKENS}, "
         "or as many as fit, with --weights",
         rules.at_least(1),
     )
-    max_length: int | None = common(None, f"{_LENGTH}; for --weights", rules.at_least(2))
+    max_length: int | None = _max_length()
     seed: int = common(0, "seed of the sampling", rules.within(0, MAX_SEED))
     n: int = common(1, "number of completions", rules.within(1, 1000))
     raw: bool = common(
@@ -134,10 +140,8 @@ class ConvertOptions:
     """Flags of `jaxrl convert`."""
 
     to: str = required("folder to write, which must not hold a model yet", rules.non_empty())
-    run: str = common("", "output folder of a run; either this or --weights")
-    version: int = common(
-        -1, "weight version to convert", rules.at_least(-1, "-1: the newest published one")
-    )
+    run: str = _run()
+    version: int = _version("convert")
     weights: str = common("", "published model: a folder as of Hugging Face, or a GGUF file")
 
     def check(self) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import io
-import math
 import operator
 import os
 from functools import partial
@@ -22,6 +21,7 @@ from jaxrl.config.gguf import ROPE_FACTORS, rope_factors
 from jaxrl.config.gguf_header import BLOCKS, GgufHeader, GgufTensor, read_header
 from jaxrl.config.published import family_of
 from jaxrl.errors import CheckpointError, ConfigError
+from jaxrl.models.layout import path_of, stored_shape
 from jaxrl.models.model import Model, Params
 from jaxrl.models.rope import frequency_factors
 from jaxrl.sharding import DEFAULT_RULES, Rules
@@ -123,9 +123,9 @@ def _problems(header: GgufHeader, model: Model) -> list[str]:
     """What is wrong with the tensors, in words."""
     wanted: dict[str, tuple[int, ...]] = {}
     for keys, leaf in jax.tree_util.tree_leaves_with_path(model.abstract):
-        path, names = _names(keys, leaf.shape, model)
-        shape = leaf.shape[1:] if _stacked(keys, model) else leaf.shape
-        wanted |= dict.fromkeys(names, _stored_shape(path, shape))
+        path, names, stacked = _names(keys, model)
+        shape = leaf.shape[1:] if stacked else leaf.shape
+        wanted |= dict.fromkeys(names, stored_shape(path, shape))
     problems = [f"{name!r} is missing" for name in wanted if name not in header.tensors]
     for name, tensor in header.tensors.items():
         if name == ROPE_FACTORS:
@@ -167,34 +167,13 @@ def _demand_package(path: str | os.PathLike[str]) -> None:
         raise ConfigError(f"{path} has quantised tensors: pip install 'jaxrl[gguf]'")
 
 
-def _stacked(keys: tuple, model: Model) -> bool:
-    """Whether the weight at `keys` is that of all layers."""
-    return keys[0].key == "layers" and model.config.scan_layers
-
-
-def _names(keys: tuple, shape: tuple[int, ...], model: Model) -> tuple[str, list[str]]:
-    """Path of a weight (within its layer, if it has one), and its names in the file: one, or one
-    for each layer when they are scanned."""
-    parts = [str(key.key) for key in keys]
-    if parts[0] != "layers":
-        path = "/".join(parts)
-        return path, [_OUTSIDE[path]]
-    if model.config.scan_layers:
-        path = "/".join(parts[1:])
-        return path, [_LAYER[path].format(i=i) for i in range(shape[0])]
-    path = "/".join(parts[2:])
-    return path, [_LAYER[path].format(i=parts[1])]
-
-
-def _stored_shape(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Heads and their width are one dimension in the file."""
-    if path.endswith("_bias"):
-        return (math.prod(shape),)
-    if len(shape) < 3:
-        return tuple(shape)
-    if path == "attention/out":
-        return (shape[0], math.prod(shape[1:]))
-    return (math.prod(shape[:-1]), shape[-1])
+def _names(keys: tuple, model: Model) -> tuple[str, list[str], bool]:
+    """Path of a weight (within its layer, if it has one); its names in the file: one, or one for
+    each layer when they are scanned; and whether it is that of all layers."""
+    path, layers = path_of(keys, model.config)
+    if layers is None:
+        return path, [_OUTSIDE[path]], False
+    return path, [_LAYER[path].format(i=i) for i in layers], model.config.scan_layers
 
 
 def _read(
@@ -205,8 +184,7 @@ def _read(
     model: Model,
 ) -> np.ndarray:
     """The whole weight at `keys`, in its shape and type."""
-    path, names = _names(keys, like.shape, model)
-    stacked = _stacked(keys, model)
+    path, names, stacked = _names(keys, model)
     whole = np.empty(like.shape, like.dtype)
     for i, name in enumerate(names):
         tensor = header.tensors[name]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +23,7 @@ from jaxrl.config.gguf_header import is_gguf
 from jaxrl.config.published import family_of, published_record
 from jaxrl.errors import CheckpointError, OutputError
 from jaxrl.models.gguf import check_gguf, load_gguf
+from jaxrl.models.layout import path_of, stored_shape
 from jaxrl.models.lora import merge_adapters
 from jaxrl.models.model import Model, Params
 from jaxrl.sharding import DEFAULT_RULES, Rules
@@ -101,9 +101,8 @@ def save_params(folder: str | os.PathLike[str], model: Model, params: Params) ->
     tensors: dict[str, np.ndarray] = {}
     name_of = _Names(model.config)
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        names, whole = name_of(path), np.asarray(leaf)
-        for index, name in np.ndenumerate(names):
-            shape = _published_shape(name, whole.shape[names.ndim :])
+        whole, shape = np.asarray(leaf), name_of.shape(path, leaf.shape)
+        for index, name in np.ndenumerate(name_of(path)):
             tensors[name] = np.ascontiguousarray(whole[index].reshape(shape))
     record = json.dumps(published_record(model.config), indent=2) + "\n"
     if os.path.lexists(folder / _INDEX):
@@ -157,9 +156,7 @@ class _Tensors:
         name_of = _Names(model.config)
         self._check_counts(model, name_of)
         for path, leaf in jax.tree_util.tree_leaves_with_path(model.abstract):
-            names = name_of(path)
-            shape = leaf.shape[names.ndim :]
-            wanted |= {name: _published_shape(name, shape) for name in names.flat}
+            wanted |= dict.fromkeys(name_of(path).flat, name_of.shape(path, leaf.shape))
         problems = [f"{name!r} is missing" for name in wanted if name not in self._files]
         for name in self._files:
             if name not in wanted:
@@ -231,47 +228,34 @@ class _Names:
         self._config = config
         self._tensors = family_of(config).tensors
 
-    def __call__(self, path: tuple) -> np.ndarray:
-        template, keys = self._template(path)
-        if keys[0] != "layers":
+    def __call__(self, keys: tuple) -> np.ndarray:
+        template, layers, experts = self._spelt(keys)
+        if layers is None:
             return np.array(template, object)
         config = self._config
-        scanned = config.scan_layers
-        layers = range(config.n_layers) if scanned else [int(keys[1])]
-        experts = range(config.n_experts) if "{expert}" in template else [0]
         names = [
-            [f"model.layers.{layer}." + template.format(expert=expert) for expert in experts]
+            [f"model.layers.{layer}." + template.format(expert=expert) for expert in range(experts)]
             for layer in layers
         ]
-        shape = ([len(layers)] if scanned else []) + (
-            [len(experts)] if "{expert}" in template else []
-        )
+        shape = [len(layers)] if config.scan_layers else []
+        shape += [experts] if "{expert}" in template else []
         return np.array(names, object).reshape(shape)
 
-    def count(self, path: tuple) -> int:
-        """How many tensors the weight at `path` is, without naming them."""
-        template, keys = self._template(path)
-        config = self._config
-        layers = config.n_layers if config.scan_layers and keys[0] == "layers" else 1
-        return layers * (config.n_experts if "{expert}" in template else 1)
+    def count(self, keys: tuple) -> int:
+        """How many tensors the weight at `keys` is, without naming them."""
+        _, layers, experts = self._spelt(keys)
+        return experts * (1 if layers is None else len(layers))
 
-    def _template(self, path: tuple) -> tuple[str, list[str]]:
-        """The published name, within a layer if it is in one, and the path as texts."""
-        keys = [str(key.key) for key in path]
-        if keys[0] != "layers":
-            return _OUTSIDE["/".join(keys)], keys
-        return self._tensors["/".join(keys[1 if self._config.scan_layers else 2 :])], keys
+    def shape(self, keys: tuple, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """That of each of its tensors, where `shape` is that of the weight."""
+        path, _ = path_of(keys, self._config)
+        return stored_shape(path, shape[self(keys).ndim :])
 
-
-def _published_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Heads and their width are one dimension there."""
-    if name.endswith(".bias"):
-        return (math.prod(shape),)
-    if len(shape) < 3:
-        return tuple(shape)
-    if name.endswith("o_proj.weight"):
-        return (shape[0], math.prod(shape[1:]))
-    return (math.prod(shape[:-1]), shape[-1])
+    def _spelt(self, keys: tuple) -> tuple[str, range | None, int]:
+        """The published name, within a layer if it is in one; its layers; its experts, or 1."""
+        path, layers = path_of(keys, self._config)
+        template = _OUTSIDE[path] if layers is None else self._tensors[path]
+        return template, layers, self._config.n_experts if "{expert}" in template else 1
 
 
 def _files_of(folder: Path) -> list[Path]:
