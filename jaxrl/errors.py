@@ -21,6 +21,10 @@ class RequestError(JaxrlError, ValueError):
     """A sampling request cannot be served: empty prompt, too long, bad token or parameter."""
 
 
+class QueueFullError(JaxrlError):
+    """As many requests wait as the driver allows: try again later. Nothing was queued."""
+
+
 class NonFiniteError(JaxrlError):
     """An update met a loss or gradient that is not finite; the weights were left as they were."""
 

@@ -51,13 +51,20 @@ class SamplingParams:
     """How to sample one completion.
 
     `temperature` 0 means greedy: the recorded log-probabilities are then those of temperature 1.
-    The random stream depends on `seed` and the position of the token only.
+    The random stream depends on `seed` and the position of the token only. `top_k` (0: all) keeps
+    the most likely tokens, then `top_p` the fewest of them that hold so much of their probability
+    (Holtzman et al. 2020, "The curious case of neural text degeneration"); log-probabilities are
+    those of what is left, renormalised. `top_logprobs` asks for so many most likely tokens, with
+    their log-probabilities, beside each sampled one.
     """
 
     max_tokens: int
     temperature: float = 1.0
     seed: int = 0
     stop_tokens: tuple[int, ...] = ()
+    top_k: int = 0
+    top_p: float = 1.0
+    top_logprobs: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,6 +73,8 @@ class Completion:
 
     The prompt is not part of the arrays; a sampled stop token is (it is a sampled token).
     `text` is the decoded completion without the stop token, or "" when the driver has no tokenizer.
+    `top_tokens` int32 [C, N] and `top_logprobs` float32 [C, N], most likely first, are there if
+    `SamplingParams.top_logprobs` = N > 0 asked for them.
     """
 
     tokens: np.ndarray
@@ -73,6 +82,8 @@ class Completion:
     versions: np.ndarray
     finish_reason: FinishReason
     text: str = ""
+    top_tokens: np.ndarray | None = None
+    top_logprobs: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
