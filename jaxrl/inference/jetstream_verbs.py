@@ -121,7 +121,9 @@ class Verbs:
         return self.weights
 
     def init_decode_state(self, *_: Any, **__: Any) -> State:
-        """Every slot empty."""
+        """Every slot empty, of the one state that a driver has."""
+        with self._lock:
+            self._filled[:], self._freed[:] = 0, 0
         return self._decodes.init_state()
 
     def get_prefix_destination_sharding(self) -> Prefix:
