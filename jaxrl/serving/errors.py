@@ -34,11 +34,24 @@ class Status:
         return self.http in (429, 503)
 
 
+class FieldError(RequestError):
+    """A field of a request breaks a rule; `param` names it."""
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None):
+        super().__init__(message)
+        self.param, self.code = param, code
+
+
+class ModelNotFoundError(FieldError):
+    """The request names a model that is not served here."""
+
+
 INTERNAL = Status(500, "server_error", "internal_error", "INTERNAL")
 """Everything that is not the fault of whoever asked."""
 
 STATUSES: dict[type[JaxrlError], Status] = {
     RequestError: Status(400, "invalid_request_error", "invalid_request", "INVALID_ARGUMENT"),
+    ModelNotFoundError: Status(404, "invalid_request_error", "model_not_found", "NOT_FOUND"),
     DataError: Status(400, "invalid_request_error", "invalid_text", "INVALID_ARGUMENT"),
     AuthenticationError: Status(401, "invalid_request_error", "invalid_api_key", "UNAUTHENTICATED"),
     QueueFullError: Status(429, "rate_limit_error", "queue_full", "RESOURCE_EXHAUSTED"),

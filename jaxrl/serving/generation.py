@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -101,13 +102,14 @@ def _piece(chunk: Chunk, count: int, text: str, reason: Literal["stop"] | None) 
     top: list[list[tuple[int, float]]] = [[] for _ in range(count)]
     if getattr(chunk, "top_tokens", None) is not None:
         rows = zip(chunk.top_tokens.tolist(), chunk.top_logprobs.tolist(), strict=True)
-        top = [list(zip(*row, strict=True)) for row in rows][:count]
+        # What top-k and top-p leave out has no probability, and -inf is no number in JSON.
+        top = [[(i, x) for i, x in zip(*row, strict=True) if math.isfinite(x)] for row in rows]
     return Piece(
         text,
         chunk.tokens[:count].tolist(),
         chunk.logprobs[:count].tolist(),
         chunk.versions[:count].tolist(),
-        top,
+        top[:count],
         reason,
     )
 
