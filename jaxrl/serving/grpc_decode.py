@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import math
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import numpy as np
 from google.protobuf.message import Message
@@ -17,6 +17,8 @@ from jaxrl.errors import RequestError
 from jaxrl.serving import protocol
 from jaxrl.serving.backend import Backend
 from jaxrl.serving.generation import Generate, Piece
+from jaxrl.serving.merging import merged
+from jaxrl.serving.openai_requests import derived_seed
 from jaxrl.types import SamplingParams, WeightVersion
 
 MAX_SAMPLES = 128
@@ -39,23 +41,25 @@ async def decode(
     timeout = min((limit for limit in limits if limit is not None), default=None)
     answer = Answer(request, len(generates[0].tokens), backend.version)
     samples = [backend.generate(dataclasses.replace(g, timeout=timeout)) for g in generates]
-    async with contextlib.aclosing(together(samples)) as arrivals:
-        async for pieces in arrivals:
-            yield answer.response(pieces)
+    async with contextlib.aclosing(merged(samples)) as pieces:
+        async for index, piece in pieces:
+            yield answer.response(index, piece)
 
 
 def generates_of(request: Message, backend: Backend) -> list[Generate]:
     """A DecodeRequest -> what to generate for each of its samples. Raises as `decode` does."""
     _refuse_unsupported(request)
+    samples = _samples(request, backend.max_waiting)
     tokens = prompt_of(request, backend.tokenizer)
     timeout = request.timeout_seconds if request.HasField("timeout_seconds") else None
     if timeout is not None and not (math.isfinite(timeout) and timeout > 0):
         raise RequestError(f"timeout_seconds={timeout} must be finite and more than 0")
     params = _params(request, backend.stop_ids)
-    stop = tuple(request.stop)
+    # As for the choices of a request over HTTP: equal seeds give equal completions there and here.
+    seeds = [params.seed, *(derived_seed(params.seed, i) for i in range(1, samples))]
     return [
-        Generate(tokens, dataclasses.replace(params, seed=params.seed + i), stop, timeout)
-        for i in range(request.num_samples or 1)
+        Generate(tokens, dataclasses.replace(params, seed=seed), tuple(request.stop), timeout)
+        for seed in seeds
     ]
 
 
@@ -65,10 +69,16 @@ def _refuse_unsupported(request: Message) -> None:
         value = getattr(request, name)
         if value:
             raise RequestError(f"{name}={value[:80]!r} is not supported: it must be empty")
-    if not 0 <= request.num_samples <= MAX_SAMPLES:
+
+
+def _samples(request: Message, max_waiting: int | None) -> int:
+    """How many completions; more than may wait would never be taken."""
+    most = MAX_SAMPLES if max_waiting is None else min(MAX_SAMPLES, max_waiting)
+    if not 0 <= request.num_samples <= most:
         raise RequestError(
-            f"num_samples={request.num_samples} must be from 1 to {MAX_SAMPLES}, or 0 for 1"
+            f"num_samples={request.num_samples} must be from 1 to {most}, or 0 for 1"
         )
+    return request.num_samples or 1
 
 
 def prompt_of(request: Message, tokenizer: Tokenizer) -> np.ndarray:
@@ -96,7 +106,7 @@ def _params(request: Message, stop_ids: Sequence[int]) -> SamplingParams:
         for name in ("temperature", "top_k", "top_p")
         if request.HasField(name)
     }
-    seed = request.seed if request.HasField("seed") else secrets.randbits(31)
+    seed = request.seed if request.HasField("seed") else secrets.randbits(53)
     stops = tuple(dict.fromkeys((*stop_ids, *request.stop_token_ids)))
     return SamplingParams(
         request.max_tokens,
@@ -105,35 +115,6 @@ def _params(request: Message, stop_ids: Sequence[int]) -> SamplingParams:
         top_logprobs=request.top_logprobs,
         **given,
     )
-
-
-async def together(
-    streams: Sequence[AsyncIterator[Piece]],
-) -> AsyncIterator[dict[int, Piece]]:
-    """Several streams -> {index of the stream: its next piece} for what is there at one time.
-
-    The first error of a stream is raised. However it ends, every stream is closed.
-    """
-    waiting = {asyncio.ensure_future(anext(stream)): i for i, stream in enumerate(streams)}
-    try:
-        while waiting:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            pieces = {}
-            for task in done:
-                with contextlib.suppress(StopAsyncIteration):
-                    pieces[waiting[task]] = task.result()
-            for task in done:
-                index = waiting.pop(task)
-                if index in pieces:
-                    waiting[asyncio.ensure_future(anext(streams[index]))] = index
-            if pieces:
-                yield pieces
-    finally:
-        for task in waiting:
-            task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
-        for stream in streams:
-            await stream.aclose()
 
 
 class Answer:
@@ -155,19 +136,15 @@ class Answer:
         self._completion_tokens = 0
         self._running = self._samples
 
-    def response(self, pieces: Mapping[int, Piece]) -> Message:
-        """{sample: what it has gained} -> a DecodeResponse."""
+    def response(self, index: int, piece: Piece) -> Message:
+        """What sample `index` has gained -> a DecodeResponse."""
         response = protocol.DecodeResponse()
-        samples = response.stream_content.samples
-        for index in range(self._samples):
-            sample = samples.add()
-            if index in pieces:
-                self._fill(sample, pieces[index])
-        versions = {version for piece in pieces.values() for version in piece.versions}
-        for number in sorted(versions - self._told):
+        samples = [response.stream_content.samples.add() for _ in range(self._samples)]
+        self._fill(samples[index], piece)
+        for number in sorted(set(piece.versions) - self._told):
             version = self._version_of(number)
             response.weights.add(number=version.number, digest=version.digest)
-        self._told |= versions
+        self._told.update(piece.versions)
         if not self._running:
             response.usage.prompt_tokens = self._prompt_tokens
             response.usage.completion_tokens = self._completion_tokens

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 from jaxrl.errors import AuthenticationError, ConfigError, JaxrlError
 from jaxrl.observe.logger import get_logger
 from jaxrl.serving import protocol
+from jaxrl.serving.auth import check_header
 from jaxrl.serving.backend import Backend
 from jaxrl.serving.errors import RETRY_AFTER_S, message_of, status_of
 from jaxrl.serving.grpc_decode import decode
@@ -154,26 +154,29 @@ class TokenGuard(grpc.aio.ServerInterceptor):
     """Lets only calls through that carry the token, except those of `OPEN_METHODS`."""
 
     def __init__(self, token: str):
-        self._expected = f"Bearer {token}".encode()
+        self._token = token
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
         """The method's own handler, or one that refuses the call."""
         handler = await continuation(details)
-        if handler is None or details.method in OPEN_METHODS or self._carries_token(details):
+        if handler is None or details.method in OPEN_METHODS:
             return handler
-        kinds = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
-        return handler._replace(**{kind: _refuse for kind in kinds if getattr(handler, kind)})
-
-    def _carries_token(self, details: Any) -> bool:
-        values = [value for key, value in details.invocation_metadata if key == "authorization"]
-        given = values[0] if len(values) == 1 else ""
-        given = given if isinstance(given, bytes) else given.encode()
-        return hmac.compare_digest(given, self._expected)
+        given = [value for key, value in details.invocation_metadata if key == "authorization"]
+        try:
+            check_header(given[0] if len(given) == 1 else None, self._token)
+        except AuthenticationError as error:
+            return _refusing(handler, error)
+        return handler
 
 
-async def _refuse(request: Any, context: grpc.aio.ServicerContext) -> None:
-    error = AuthenticationError("the call must carry the metadata `authorization: Bearer TOKEN`")
-    await context.abort(getattr(grpc.StatusCode, status_of(error).grpc), message_of(error))
+def _refusing(handler: Any, error: AuthenticationError) -> Any:
+    """A handler of the same kind that ends every call with this error."""
+
+    async def refuse(request: Any, context: grpc.aio.ServicerContext) -> None:
+        await context.abort(getattr(grpc.StatusCode, status_of(error).grpc), message_of(error))
+
+    kinds = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
+    return handler._replace(**{kind: refuse for kind in kinds if getattr(handler, kind)})
 
 
 class Health(health.aio.HealthServicer):

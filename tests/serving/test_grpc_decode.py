@@ -2,44 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import numpy as np
 import pytest
-from serving.scripted import ScriptedDriver
-from serving.tiny_server import HEAD_FIELDS, OLD_FIELDS, Stub, serving, tiny_driver
+from serving.grpc_setup import (
+    HEAD_FIELDS,
+    OLD_FIELDS,
+    PROMPT,
+    Stub,
+    decode,
+    gathered,
+    ids,
+    scripted,
+    serving,
+)
 
 from jaxrl.data.tokenizers import load_tokenizer
 from jaxrl.serving import protocol
-from jaxrl.serving.generation import Piece
-from jaxrl.serving.grpc_decode import prompt_of, together
+from jaxrl.serving.grpc_decode import prompt_of
+from jaxrl.serving.openai_requests import derived_seed
 from jaxrl.types import SamplingParams, WeightVersion
 
 BYTES = load_tokenizer("bytes")
-PROMPT = [104, 7, 60, 200, 31]
-
-
-def decode(channel, data: bytes | None = None, /, timeout=None, metadata=None, **fields):
-    """The call with the extended messages; `data` in place of a message that was made right."""
-    method = channel.unary_stream(
-        f"/{protocol.SERVICE}/Decode",
-        request_serializer=None,
-        response_deserializer=protocol.DecodeResponse.FromString,
-    )
-    data = protocol.DecodeRequest(**fields).SerializeToString() if data is None else data
-    return method(data, timeout=timeout, metadata=metadata)
-
-
-def ids(*tokens) -> dict:
-    return {"token_ids": tokens}
-
-
-def gathered(responses, index=0, field="token_ids") -> list:
-    """One field of one sample, over all responses."""
-    found = []
-    for response in responses:
-        found += getattr(response.stream_content.samples[index], field)
-    return found
 
 
 def text_of(responses, index=0) -> str:
@@ -47,8 +30,8 @@ def text_of(responses, index=0) -> str:
 
 
 @pytest.fixture(scope="module")
-def driver():
-    with tiny_driver() as driver:
+def driver(tiny):
+    with tiny.driver() as driver:
         yield driver
 
 
@@ -67,7 +50,7 @@ async def test_published_client_gets_tokens_and_their_text(driver, fields, conte
 
     tokens = gathered(responses)
     assert len(tokens) == 10
-    assert text_of(responses) == BYTES.decode(tokens)
+    assert text_of(responses) == driver.tokenizer.decode(tokens)
     # Published clients take the first sample of every response without a look.
     assert all(len(response.stream_content.samples) == 1 for response in responses)
     assert len(responses) > 2
@@ -119,9 +102,10 @@ async def test_logprobs_come_only_if_asked_for(driver):
 
 @pytest.mark.asyncio
 async def test_several_samples_have_their_own_seeds_and_places(driver):
+    seeds = [30, *(derived_seed(30, i) for i in range(1, 6))]
     expected = [
-        driver.sample_blocking(np.array(PROMPT), SamplingParams(n, seed=30 + i)).tokens.tolist()
-        for i, n in enumerate([12] * 6)
+        driver.sample_blocking(np.array(PROMPT), SamplingParams(12, seed=seed)).tokens.tolist()
+        for seed in seeds
     ]
 
     async with serving(driver, stop_ids=()) as (_, channel):
@@ -164,14 +148,7 @@ async def test_stop_token_of_the_request_and_of_the_tokenizer_end_it(driver):
     for responses, wanted in zip(both, (free[:10], free[:5]), strict=True):
         assert gathered(responses) == wanted
         assert responses[-1].stream_content.samples[0].finish_reason == "stop"
-        assert text_of(responses) == BYTES.decode(wanted[:-1])
-
-
-def scripted(*texts: bytes, versions=None):
-    """A driver that decodes these bytes, one chunk each."""
-    driver = ScriptedDriver(BYTES, [[3 + b for b in text] for text in texts], versions=versions)
-    driver.version = WeightVersion(0, "zero")
-    return driver
+        assert text_of(responses) == driver.tokenizer.decode(wanted[:-1])
 
 
 @pytest.mark.asyncio
@@ -252,57 +229,3 @@ def test_tokenizer_that_wants_no_beginning_gets_the_prompt_as_it_is():
     prompt = prompt_of(protocol.DecodeRequest(token_content=ids(50, 60)), BYTES)
 
     assert prompt.tolist() == [50, 60]
-
-
-class _Stream:
-    """An endless or failing stream that knows whether it was closed."""
-
-    def __init__(self, fails_at=None):
-        self.closed = False
-        self.fails_at = fails_at
-
-    async def pieces(self):
-        try:
-            for number in range(1000):
-                await asyncio.sleep(0)
-                if number == self.fails_at:
-                    raise ValueError("broken")
-                yield Piece(str(number))
-        finally:
-            self.closed = True
-
-
-@pytest.mark.asyncio
-async def test_together_one_failing_stream_closes_all():
-    streams = [_Stream(), _Stream(fails_at=3), _Stream()]
-
-    with pytest.raises(ValueError, match="broken"):
-        async for _ in together([stream.pieces() for stream in streams]):
-            pass
-
-    assert all(stream.closed for stream in streams)
-
-
-@pytest.mark.asyncio
-async def test_together_that_is_left_closes_all():
-    streams = [_Stream(), _Stream()]
-    arrivals = together([stream.pieces() for stream in streams])
-
-    first = await anext(arrivals)
-    await arrivals.aclose()
-
-    assert {piece.text for piece in first.values()} == {"0"}
-    assert all(stream.closed for stream in streams)
-
-
-@pytest.mark.asyncio
-async def test_together_ends_when_the_longest_has_ended():
-    async def count(n):
-        for number in range(n):
-            await asyncio.sleep(0)
-            yield Piece(str(number))
-
-    seen = [pieces async for pieces in together([count(2), count(5), count(0)])]
-
-    texts = [[p[i].text for p in seen if i in p] for i in range(3)]
-    assert texts == [["0", "1"], ["0", "1", "2", "3", "4"], []]

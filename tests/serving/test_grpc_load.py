@@ -8,8 +8,8 @@ import collections
 import grpc
 import pytest
 from inference.gates import Gate
-from serving.test_grpc_decode import PROMPT, decode, gathered, ids
-from serving.tiny_server import serving, tiny_driver, tiny_engine, until
+from serving.grpc_setup import PROMPT, decode, gathered, ids, serving
+from serving.servers import until
 
 from jaxrl.serving.grpc_server import OPTIONS
 
@@ -52,10 +52,10 @@ async def _outcome(channel, number) -> str:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("calls", [300, pytest.param(2000, marks=pytest.mark.slow)])
-async def test_calls_at_once_are_answered_or_refused_and_nothing_is_left(calls):
+async def test_calls_at_once_are_answered_or_refused_and_nothing_is_left(tiny, calls):
     max_waiting = calls * 6 // 10
-    engine, servers = Gate(tiny_engine(), hold_at=[1]), []
-    with tiny_driver(engine, max_waiting=max_waiting) as driver:
+    engine, servers = Gate(tiny.engine, hold_at=[1]), []
+    with tiny.driver(engine, max_waiting=max_waiting) as driver:
         async with serving(driver, stop_ids=(), servers=servers):
             address = f"127.0.0.1:{servers[0].port}"
             channels = [

@@ -10,19 +10,19 @@ import pytest
 from google.protobuf import descriptor_pool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from inference.gates import Gate
-from serving.test_grpc_decode import PROMPT, decode, gathered, ids
-from serving.tiny_server import (
+from serving.grpc_setup import (
     HEAD_FIELDS,
-    LENGTH,
     OLD_FIELDS,
-    SLOTS,
+    PROMPT,
     TOKEN,
     Stub,
+    decode,
+    gathered,
+    ids,
+    scripted,
     serving,
-    tiny_driver,
-    tiny_engine,
-    until,
 )
+from serving.servers import until
 
 from jaxrl.errors import ConfigError
 from jaxrl.serving import protocol
@@ -33,8 +33,8 @@ NAN = float("nan")
 
 
 @pytest.fixture(scope="module")
-def driver():
-    with tiny_driver() as driver:
+def driver(tiny):
+    with tiny.driver() as driver:
         yield driver
 
 
@@ -54,10 +54,10 @@ BAD_REQUESTS = {
     "no prompt": ({"max_tokens": 4}, "has neither"),
     "empty tokens": ({"token_content": ids(), "max_tokens": 4}, "the prompt is empty"),
     "empty text": ({"text_content": {"text": ""}, "max_tokens": 4}, "the prompt is empty"),
-    "long prompt": ({"token_content": ids(*[5] * LENGTH), "max_tokens": 4}, "context of 64"),
+    "long prompt": ({"token_content": ids(*[5] * 128), "max_tokens": 4}, "context of 128"),
     "id beyond": (
-        {"token_content": ids(5, 259), "max_tokens": 4},
-        "token 259 at position 1",
+        {"token_content": ids(5, 9999), "max_tokens": 4},
+        "token 9999 at position 1",
     ),
     "negative id": ({"token_content": ids(-1), "max_tokens": 4}, "prompt token -1"),
     "temperature": ({**TOKENS, "max_tokens": 4, "temperature": -1.0}, "temperature=-1.0"),
@@ -65,10 +65,10 @@ BAD_REQUESTS = {
     "top_k": ({**TOKENS, "max_tokens": 4, "top_k": -1}, "top_k=-1"),
     "top_p": ({**TOKENS, "max_tokens": 4, "top_p": 1.5}, "top_p=1.5"),
     "top_p of nothing": ({**TOKENS, "max_tokens": 4, "top_p": 0.0}, "top_p=0.0"),
-    "alternatives": ({**TOKENS, "max_tokens": 4, "top_logprobs": 4}, "top_logprobs=4"),
+    "alternatives": ({**TOKENS, "max_tokens": 4, "top_logprobs": 6}, "top_logprobs=6"),
     "no alternatives": ({**TOKENS, "max_tokens": 4, "top_logprobs": -1}, "top_logprobs=-1"),
-    "stop token": ({**TOKENS, "max_tokens": 4, "stop_token_ids": [999]}, "stop token 999"),
-    "stop tokens": ({**TOKENS, "max_tokens": 4, "stop_token_ids": range(9)}, "stop tokens"),
+    "stop token": ({**TOKENS, "max_tokens": 4, "stop_token_ids": [9999]}, "stop token 9999"),
+    "stop tokens": ({**TOKENS, "max_tokens": 4, "stop_token_ids": range(30)}, "stop tokens"),
     "empty stop": ({**TOKENS, "max_tokens": 4, "stop": [""]}, "stop string"),
     "samples": ({**TOKENS, "max_tokens": 4, "num_samples": -1}, "num_samples=-1"),
     "many samples": ({**TOKENS, "max_tokens": 4, "num_samples": 129}, "num_samples=129"),
@@ -96,7 +96,7 @@ async def test_request_that_makes_no_sense_is_an_invalid_argument_with_the_value
 
 
 @pytest.mark.asyncio
-async def test_prompt_given_twice_and_bytes_that_are_no_message_are_invalid_arguments(driver):
+async def test_prompt_given_twice_and_bytes_that_are_no_message_are_invalid_arguments(tiny, driver):
     tokens = protocol.DecodeRequest(**TOKENS, max_tokens=4).SerializeToString()
     text = protocol.DecodeRequest(text_content={"text": "x"}).SerializeToString()
 
@@ -110,10 +110,10 @@ async def test_prompt_given_twice_and_bytes_that_are_no_message_are_invalid_argu
 
 
 @contextlib.asynccontextmanager
-async def held(**options):
+async def held(tiny, **options):
     """(engine, driver, channel): the first request is in the middle of its completion, held up."""
-    engine = Gate(tiny_engine(), hold_at=[2])
-    with tiny_driver(engine, **options) as driver:
+    engine = Gate(tiny.engine, hold_at=[2])
+    with tiny.driver(engine, **options) as driver:
         try:
             async with serving(driver) as (_, channel):
                 yield engine, driver, channel
@@ -130,11 +130,11 @@ async def started(engine, channel, **fields):
 
 
 @pytest.mark.asyncio
-async def test_full_queue_is_resource_exhausted_and_says_when_to_come_again():
-    async with held(max_waiting=SLOTS) as (engine, driver, channel):
+async def test_full_queue_is_resource_exhausted_and_says_when_to_come_again(tiny):
+    async with held(tiny, max_waiting=4) as (engine, driver, channel):
         running = await started(engine, channel, num_samples=1)
-        waiting = [decode(channel, **TOKENS, max_tokens=2) for _ in range(SLOTS)]
-        await asyncio.to_thread(until, lambda: driver.stats().waiting == SLOTS)
+        waiting = [decode(channel, **TOKENS, max_tokens=2) for _ in range(4)]
+        await asyncio.to_thread(until, lambda: driver.stats().waiting == 4)
         error = await failure(decode(channel, **TOKENS, max_tokens=2))
         group = await failure(decode(channel, **TOKENS, max_tokens=2, num_samples=3))
         engine.go.set()
@@ -148,8 +148,8 @@ async def test_full_queue_is_resource_exhausted_and_says_when_to_come_again():
 
 
 @pytest.mark.asyncio
-async def test_group_that_the_queue_takes_in_part_leaves_nothing_behind():
-    async with held(max_waiting=2) as (engine, driver, channel):
+async def test_group_that_the_queue_takes_in_part_leaves_nothing_behind(tiny):
+    async with held(tiny, max_waiting=2) as (engine, driver, channel):
         call = await started(engine, channel)
         error = await failure(decode(channel, **TOKENS, max_tokens=2, num_samples=3))
         left = driver.stats().waiting
@@ -161,8 +161,8 @@ async def test_group_that_the_queue_takes_in_part_leaves_nothing_behind():
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("samples", [1, 3])
-async def test_client_that_cancels_frees_the_slots(samples):
-    async with held() as (engine, driver, channel):
+async def test_client_that_cancels_frees_the_slots(tiny, samples):
+    async with held(tiny) as (engine, driver, channel):
         call = await started(engine, channel, num_samples=samples)
         call.cancel()
         engine.go.set()
@@ -174,8 +174,8 @@ async def test_client_that_cancels_frees_the_slots(samples):
 
 
 @pytest.mark.asyncio
-async def test_client_whose_connection_ends_frees_the_slot():
-    async with held() as (engine, driver, channel):
+async def test_client_whose_connection_ends_frees_the_slot(tiny):
+    async with held(tiny) as (engine, driver, channel):
         call = await started(engine, channel)
         await channel.close()
         engine.go.set()
@@ -186,8 +186,8 @@ async def test_client_whose_connection_ends_frees_the_slot():
 
 
 @pytest.mark.asyncio
-async def test_deadline_of_the_call_ends_it_and_frees_the_slot():
-    async with held() as (engine, driver, channel):
+async def test_deadline_of_the_call_ends_it_and_frees_the_slot(tiny):
+    async with held(tiny) as (engine, driver, channel):
         error = await failure(decode(channel, **TOKENS, max_tokens=40, timeout=0.3))
         engine.go.set()
         await asyncio.to_thread(until, lambda: driver.stats().running == 0)
@@ -198,11 +198,11 @@ async def test_deadline_of_the_call_ends_it_and_frees_the_slot():
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("limit", ["request", "server"])
-async def test_time_limit_of_the_request_or_the_server_is_deadline_exceeded(limit):
-    engine = Gate(tiny_engine(), hold_at=[2])
+async def test_time_limit_of_the_request_or_the_server_is_deadline_exceeded(tiny, limit):
+    engine = Gate(tiny.engine, hold_at=[2])
     fields = {"timeout_seconds": 0.3} if limit == "request" else {}
     options = {"timeout_s": 0.3} if limit == "server" else {}
-    with tiny_driver(engine) as driver:
+    with tiny.driver(engine) as driver:
         async with serving(driver, **options) as (_, channel):
             call = decode(channel, **TOKENS, max_tokens=40, **fields)
             task = asyncio.create_task(failure(call))
@@ -218,8 +218,6 @@ async def test_time_limit_of_the_request_or_the_server_is_deadline_exceeded(limi
 
 @pytest.mark.asyncio
 async def test_client_asking_for_more_time_than_the_server_gives_gets_the_servers():
-    from serving.test_grpc_decode import scripted
-
     driver = scripted(b"ab")
 
     async with serving(driver, timeout_s=5.0) as (_, channel):
@@ -231,8 +229,8 @@ async def test_client_asking_for_more_time_than_the_server_gives_gets_the_server
 
 
 @pytest.mark.asyncio
-async def test_engine_failure_is_an_internal_error_then_and_later():
-    async with held() as (engine, _, channel):
+async def test_engine_failure_is_an_internal_error_then_and_later(tiny):
+    async with held(tiny) as (engine, _, channel):
         call = await started(engine, channel)
         engine.error = RuntimeError("device lost")
         engine.go.set()
@@ -375,9 +373,9 @@ async def test_port_that_is_taken_is_a_config_error(driver):
 
 
 @pytest.mark.asyncio
-async def test_stop_lets_running_calls_end_within_its_grace():
-    engine = Gate(tiny_engine(), hold_at=[2])
-    with tiny_driver(engine) as driver:
+async def test_stop_lets_running_calls_end_within_its_grace(tiny):
+    engine = Gate(tiny.engine, hold_at=[2])
+    with tiny.driver(engine) as driver:
         servers = []
         async with serving(driver, servers=servers) as (_, channel):
             call = await started(engine, channel)
@@ -392,9 +390,9 @@ async def test_stop_lets_running_calls_end_within_its_grace():
 
 
 @pytest.mark.asyncio
-async def test_stop_without_grace_ends_running_calls_and_frees_their_slots():
-    engine = Gate(tiny_engine(), hold_at=[2])
-    with tiny_driver(engine) as driver:
+async def test_stop_without_grace_ends_running_calls_and_frees_their_slots(tiny):
+    engine = Gate(tiny.engine, hold_at=[2])
+    with tiny.driver(engine) as driver:
         servers = []
         async with serving(driver, servers=servers) as (_, channel):
             call = await started(engine, channel)

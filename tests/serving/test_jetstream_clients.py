@@ -12,15 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from serving.test_grpc_decode import PROMPT, gathered, ids
-from serving.tiny_server import serving, tiny_driver, tiny_model
+from serving.grpc_setup import PROMPT, gathered, ids, serving
 
-from jaxrl.data.tokenizers import load_tokenizer
-from jaxrl.inference.driver import Driver
 from jaxrl.inference.engine import Engine
 from jaxrl.serving import protocol
 from jaxrl.types import SamplingParams
-from jaxrl.weights.digest import stamp
 
 PACKAGE = "google-jetstream 0.2.2 (the extra `jetstream`)"
 
@@ -33,13 +29,13 @@ def _stubs():
 
 
 @pytest.mark.asyncio
-async def test_published_stubs_work_in_the_process_of_the_server():
+async def test_published_stubs_work_in_the_process_of_the_server(tiny):
     messages, calls = _stubs()
     request = messages.DecodeRequest(
         token_content=messages.DecodeRequest.TokenContent(token_ids=PROMPT), max_tokens=12
     )
 
-    with tiny_driver() as driver:
+    with tiny.driver() as driver:
         async with serving(driver, stop_ids=()) as (_, channel):
             stub = calls.OrchestratorStub(channel)
             live = await stub.HealthCheck(messages.HealthCheckRequest())
@@ -50,16 +46,16 @@ async def test_published_stubs_work_in_the_process_of_the_server():
     tokens = gathered(responses)
     assert len(tokens) == 12
     text = "".join(response.stream_content.samples[0].text for response in responses)
-    assert text == load_tokenizer("bytes").decode(tokens)
+    assert text == tiny.tokenizer.decode(tokens)
 
 
 @pytest.mark.asyncio
-async def test_fields_of_ours_pass_through_published_stubs_as_unknown():
+async def test_fields_of_ours_pass_through_published_stubs_as_unknown(tiny):
     messages, calls = _stubs()
     ours = protocol.DecodeRequest(token_content=ids(*PROMPT), max_tokens=12, seed=8)
     theirs = messages.DecodeRequest.FromString(ours.SerializeToString())
 
-    with tiny_driver() as driver:
+    with tiny.driver() as driver:
         expected = driver.sample_blocking(np.array(PROMPT), SamplingParams(12, seed=8))
         async with serving(driver, stop_ids=()) as (_, channel):
             stub = calls.OrchestratorStub(channel)
@@ -70,7 +66,6 @@ async def test_fields_of_ours_pass_through_published_stubs_as_unknown():
     assert gathered(again, field="weight_versions") == [0] * 12
 
 
-VOCABULARY = 400
 PROMPTS = 200
 
 
@@ -91,38 +86,34 @@ def _conversations(path: Path) -> list[str]:
     rng = random.Random(5)
     words = ["".join(rng.choices("abcdefghijklmnop", k=rng.randint(2, 7))) for _ in range(300)]
     turns = [
-        [{"from": who, "value": " ".join(rng.choices(words, k=rng.randint(6, 40)))} for who in pair]
+        [{"from": who, "value": " ".join(rng.choices(words, k=rng.randint(3, 12)))} for who in pair]
         for pair in [("human", "gpt")] * 300
     ]
     path.write_text(json.dumps([{"conversations": turn} for turn in turns]), encoding="utf-8")
     return [message["value"] for turn in turns for message in turn]
 
 
-def _sentencepiece(texts: list[str], folder: Path) -> Path:
+def _sentencepiece(texts: list[str], size: int, folder: Path) -> Path:
     """Trains a model in a process of its own, as TensorFlow and it may not share one."""
     corpus = folder / "corpus.txt"
     corpus.write_text("\n".join(texts), encoding="utf-8")
     code = (
         "import sentencepiece, sys\n"
         "sentencepiece.SentencePieceTrainer.train(input=sys.argv[1], model_prefix=sys.argv[2],"
-        f" vocab_size={VOCABULARY}, model_type='bpe', minloglevel=2)"
+        f" vocab_size={size}, model_type='bpe', minloglevel=2)"
     )
     command = [sys.executable, "-c", code, str(corpus), str(folder / "tokens")]
     subprocess.run(command, check=True, capture_output=True)
     return folder / "tokens.model"
 
 
-def _driver() -> Driver:
-    model, params = tiny_model(VOCABULARY, 256)
-    engine = Engine(model, slots=16, max_length=256, prefill_buckets=(32, 128))
-    return Driver(engine, params, stamp(params, 0), tokenizer=load_tokenizer("bytes"))
-
-
 @pytest.mark.slow
 @pytest.mark.asyncio
-async def test_published_benchmark_runs_to_its_end(tmp_path, capsys):
+async def test_published_benchmark_runs_to_its_end(tiny, tmp_path, capsys):
     script = _benchmark()
-    tokens = _sentencepiece(_conversations(tmp_path / "local.json"), tmp_path)
+    tokens = _sentencepiece(
+        _conversations(tmp_path / "local.json"), tiny.tokenizer.vocab_size, tmp_path
+    )
     flags = {
         "server": "127.0.0.1",
         "dataset": "sharegpt",
@@ -138,7 +129,9 @@ async def test_published_benchmark_runs_to_its_end(tmp_path, capsys):
     switches = ["--disable-tqdm", "--save-result", "--save-request-outputs"]
     servers = []
 
-    with _driver() as driver:
+    engine = Engine(tiny.engine.model, slots=16, max_length=128, prefill_buckets=(32, 64))
+
+    with tiny.driver(engine) as driver:
         async with serving(driver, stop_ids=(), servers=servers):
             flags["port"] = servers[0].port
             process = await asyncio.create_subprocess_exec(

@@ -1,79 +1,22 @@
-"""A gRPC server on loopback over a real tiny model, and clients that know field numbers only."""
+"""A gRPC server on loopback, and clients that know the numbers of published fields only."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import time
 
 import grpc
-import jax.numpy as jnp
-import numpy as np
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.descriptor_pb2 import FieldDescriptorProto as Field
+from serving.scripted import ScriptedDriver
 
-from jaxrl.config import ModelConfig
 from jaxrl.data.tokenizers import load_tokenizer
-from jaxrl.inference.driver import Driver
-from jaxrl.inference.engine import Engine
-from jaxrl.models.model import build_model
+from jaxrl.serving import protocol
 from jaxrl.serving.backend import Backend
 from jaxrl.serving.grpc_server import start_grpc
-from jaxrl.weights.digest import stamp
+from jaxrl.types import WeightVersion
 
-LENGTH = 64
-SLOTS = 4
-TOKEN = "open sesame"
-
-
-@functools.cache
-def tiny_model(vocab_size: int = 259, max_length: int = LENGTH):
-    """(model, weights): two layers, random weights that are large enough to differ by prompt."""
-    import jax
-
-    model = build_model(
-        ModelConfig(
-            n_layers=2,
-            d_model=32,
-            n_heads=4,
-            n_kv_heads=2,
-            head_dim=8,
-            mlp_dim=64,
-            vocab_size=vocab_size,
-            max_length=max_length,
-        )
-    )
-    rng = np.random.default_rng(3)
-
-    def leaf(like):
-        values = rng.normal(0, 0.3, like.shape) + (len(like.shape) == 1)
-        return jnp.array(values.astype(like.dtype))
-
-    return model, jax.tree.map(leaf, model.abstract)
-
-
-@functools.cache
-def tiny_engine() -> Engine:
-    """One warm engine for every test of a process."""
-    model, params = tiny_model()
-    engine = Engine(
-        model,
-        slots=SLOTS,
-        max_length=LENGTH,
-        prefill_buckets=(16,),
-        steps_per_dispatch=4,
-        max_stop_tokens=4,
-        top_logprobs=3,
-    )
-    engine.warm_up(params)
-    return engine
-
-
-def tiny_driver(engine=None, **options) -> Driver:
-    """A driver that is not started: version 0 of the tiny model, with the tokenizer `bytes`."""
-    params = tiny_model()[1]
-    options = {"tokenizer": load_tokenizer("bytes"), **options}
-    return Driver(engine or tiny_engine(), params, stamp(params, 0), **options)
+TOKEN = "open-sesame"
+PROMPT = [104, 7, 60, 200, 31]
 
 
 @contextlib.asynccontextmanager
@@ -93,14 +36,6 @@ async def serving(driver=None, *, token=None, stop_ids=None, servers=None, **opt
             yield backend, channel
     finally:
         await server.stop(0)
-
-
-def until(condition) -> None:
-    """Waits until the condition holds; fails after a minute."""
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true"
-        time.sleep(0.005)
 
 
 TYPES = {
@@ -184,3 +119,34 @@ class Stub:
             response_deserializer=self.Live.FromString,
         )
         return (await method(b"")).is_live
+
+
+def decode(channel, data: bytes | None = None, /, timeout=None, metadata=None, **fields):
+    """The call with the extended messages; `data` in place of a message that was made right."""
+    method = channel.unary_stream(
+        f"/{protocol.SERVICE}/Decode",
+        request_serializer=None,
+        response_deserializer=protocol.DecodeResponse.FromString,
+    )
+    data = protocol.DecodeRequest(**fields).SerializeToString() if data is None else data
+    return method(data, timeout=timeout, metadata=metadata)
+
+
+def ids(*tokens) -> dict:
+    return {"token_ids": tokens}
+
+
+def gathered(responses, index=0, field="token_ids") -> list:
+    """One field of one sample, over all responses."""
+    found = []
+    for response in responses:
+        found += getattr(response.stream_content.samples[index], field)
+    return found
+
+
+def scripted(*texts: bytes, versions=None):
+    """A driver that decodes these bytes, one chunk each."""
+    tokenizer = load_tokenizer("bytes")
+    driver = ScriptedDriver(tokenizer, [[3 + b for b in text] for text in texts], versions=versions)
+    driver.version = WeightVersion(0, "zero")
+    return driver
