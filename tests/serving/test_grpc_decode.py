@@ -133,9 +133,12 @@ async def test_requests_without_a_seed_differ(driver):
 async def test_stop_token_of_the_request_and_of_the_tokenizer_end_it(driver):
     free = driver.sample_blocking(np.array(PROMPT), SamplingParams(20, seed=5)).tokens.tolist()
 
-    async with serving(driver, stop_ids=(free[9],)) as (_, channel):
+    fresh = [place for place, token in enumerate(free) if token not in free[:place]]
+    early, late = fresh[1], fresh[-1]
+
+    async with serving(driver, stop_ids=(free[late],)) as (_, channel):
         both = []
-        for stops in ([], [free[4]]):
+        for stops in ([], [free[early]]):
             call = decode(
                 channel,
                 token_content=ids(*PROMPT),
@@ -145,7 +148,7 @@ async def test_stop_token_of_the_request_and_of_the_tokenizer_end_it(driver):
             )
             both.append([response async for response in call])
 
-    for responses, wanted in zip(both, (free[:10], free[:5]), strict=True):
+    for responses, wanted in zip(both, (free[: late + 1], free[: early + 1]), strict=True):
         assert gathered(responses) == wanted
         assert responses[-1].stream_content.samples[0].finish_reason == "stop"
         assert text_of(responses) == driver.tokenizer.decode(wanted[:-1])

@@ -65,7 +65,7 @@ async def test_calls_at_once_are_answered_or_refused_and_nothing_is_left(tiny, c
             ]
             crowd = asyncio.gather(*(_outcome(channels[i % CHANNELS], i) for i in range(calls)))
             # Nothing is answered before the queue has been full: some calls must be refused.
-            await asyncio.to_thread(until, lambda: driver.stats().waiting >= max_waiting)
+            await asyncio.to_thread(until, lambda: driver.stats().refused >= calls // 10)
             engine.go.set()
             counts = collections.Counter(await crowd)
             await asyncio.to_thread(
@@ -84,6 +84,7 @@ async def test_calls_at_once_are_answered_or_refused_and_nothing_is_left(tiny, c
     }
     assert [o for o in counts if o.split()[1] not in allowed[o.split()[0]]] == []
     assert counts["_patient whole"] >= max_waiting // 2
+    assert sum(n for o, n in counts.items() if "RESOURCE" in o) >= calls // 10
     assert after == "_patient whole"
 
 
