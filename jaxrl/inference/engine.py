@@ -7,9 +7,10 @@ between two calls and the state can be donated. `warm_up` compiles every shape i
 from __future__ import annotations
 
 import concurrent.futures
-import dataclasses
 import functools
+import math
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,31 +20,33 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxrl.inference import steps
-from jaxrl.inference.sampling import seed_words
-from jaxrl.inference.steps import Control, Copies, DecodeState, First, Params, Prefix, Starts
+from jaxrl.inference.arguments import (
+    Entry,
+    Piece,
+    make_copies,
+    make_pieces,
+    make_spread,
+    make_starts,
+)
+from jaxrl.inference.sizes import check_sizes, choose_chunk, make_buckets
+from jaxrl.inference.state import Control, DecodeState, First, Prefix, Starts, empty_slots
+from jaxrl.inference.steps import Params
 from jaxrl.models.model import Model, init_cache
 from jaxrl.sharding import DEFAULT_RULES, Rules
-from jaxrl.types import SamplingParams
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Entry:
-    """One slot to fill: row `row` of a prefix goes into `slot` and is sampled with `params`."""
-
-    slot: int
-    row: int
-    params: SamplingParams
 
 
 class Engine:
     """Pure verbs over `slots` rows of at most `max_length` tokens each (prompt and completion).
 
-    `prefill_buckets` are the padded prompt lengths (default: powers of two from 16), and
-    `attend_buckets` the cache lengths that decoding attends to (from 64); `max_length` is always
-    the last. Up to `prefill_rows` prompts share one prefill call. `steps_per_dispatch` is the
-    largest number of tokens per slot in one call of `generate`. With a `mesh`, slots are split over
-    the batch axes of `rules` and heads over its tensor axis; without one, everything lives on
-    `device` (default: the first).
+    Prompts are computed in pieces of `prefill_chunk` tokens (default: 256, or the largest of
+    `prefill_buckets`, evenly split) and a rest, padded to the next of `prefill_buckets` (default:
+    powers of two from 16; the chunk is always the last). Several pieces of one bucket share a call:
+    at most `prefill_rows`, and about `prefill_tokens` tokens with their padding.
+    `attend_buckets` are the cache lengths that decoding attends to (from 64; `max_length` is always
+    the last). `steps_per_dispatch` is the largest number of tokens per slot in one call of
+    `generate`, `top_logprobs` the most alternatives that a request may ask for. With a `mesh`,
+    slots are split over the batch axes of `rules` and heads over its tensor axis; without one,
+    everything lives on `device` (default: the first).
 
     Raises ValueError for sizes that do not fit together.
     """
@@ -58,7 +61,10 @@ class Engine:
         attend_buckets: Sequence[int] = (),
         steps_per_dispatch: int = 8,
         prefill_rows: int = 4,
+        prefill_chunk: int | None = None,
+        prefill_tokens: int = 512,
         max_stop_tokens: int = 8,
+        top_logprobs: int = 0,
         mesh: Mesh | None = None,
         device: jax.Device | None = None,
         rules: Rules = DEFAULT_RULES,
@@ -67,20 +73,36 @@ class Engine:
             "slots": slots,
             "steps_per_dispatch": steps_per_dispatch,
             "prefill_rows": prefill_rows,
+            "prefill_tokens": prefill_tokens,
             "max_stop_tokens": max_stop_tokens,
         }
-        _check_sizes(sizes, max_length, rules.shards(mesh, "batch"))
+        check_sizes(sizes, max_length, rules.shards(mesh, "batch"))
+        if not 0 <= top_logprobs <= model.config.vocab_size:
+            raise ValueError(
+                f"top_logprobs={top_logprobs} must lie between 0 and the vocabulary's "
+                f"{model.config.vocab_size}"
+            )
         self.model = model
         self.slots = slots
         self.max_length = max_length
         self.steps_per_dispatch = steps_per_dispatch
         self.max_stop_tokens = max_stop_tokens
-        self.prefill_buckets = _buckets("prefill_buckets", prefill_buckets, 16, max_length)
-        # One program whatever the number of prompts: another shape may round differently, and then
-        # a request's numbers would depend on who arrived with it.
-        self.prefill_rows = (min(prefill_rows, slots),)
-        self.attend_buckets = _buckets("attend_buckets", attend_buckets, 64, max_length)
+        self.top_logprobs = top_logprobs
+        self.prefill_chunk = choose_chunk(prefill_chunk, prefill_buckets, max_length)
+        self.prefill_buckets = make_buckets(
+            "prefill_buckets", prefill_buckets, 16, self.prefill_chunk, max_length
+        )
+        # One program for each bucket, whatever the number of prompts: another shape may round
+        # differently, and then a request's numbers would depend on who arrived with it.
+        most = min(prefill_rows, slots)
+        self._rows = {b: max(1, min(most, prefill_tokens // b)) for b in self.prefill_buckets}
+        self.attend_buckets = make_buckets(
+            "attend_buckets", attend_buckets, 64, max_length, max_length
+        )
+        # Whole pieces are written, the last one with its padding.
+        self.cache_length = -(-max_length // self.prefill_chunk) * self.prefill_chunk
         self._compiled: dict[tuple, Callable] = {}
+        self._scratch: DecodeState | None = None
         self._mesh, self._rules = mesh, rules
         if mesh is None:
             self._whole = SingleDeviceSharding(jax.devices()[0] if device is None else device)
@@ -90,6 +112,21 @@ class Engine:
             self.param_shardings = model.shardings(mesh, rules)
         self._params_like = _described(model.abstract, self.param_shardings)
         self._state_like = self._describe_state()
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of all slots' keys and values, on all devices together."""
+        leaves = jax.tree.leaves(self._state_like.cache)
+        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+
+    @property
+    def prefill_rows(self) -> tuple[int, ...]:
+        """Rows of one prefill call, for each of `prefill_buckets`."""
+        return tuple(self._rows.values())
+
+    def rows_of(self, bucket: int) -> int:
+        """How many pieces of a bucket share one prefill call."""
+        return self._rows[bucket]
 
     @property
     def compile_count(self) -> int:
@@ -106,10 +143,9 @@ class Engine:
         if params is not None:
             self.check_params(params)
         buckets = self.prefill_buckets if prefill_buckets is None else prefill_buckets
-        prefills = [(r, b) for b in buckets for r in self.prefill_rows]
         keys = [("generate", attend) for attend in self.attend_buckets]
-        keys += [(verb, *sizes) for sizes in prefills for verb in ("prefill", "copy")]
-        keys += [("init",), ("start",)]
+        keys += [(verb, bucket) for bucket in buckets for verb in ("prefill", "copy")]
+        keys += [("init",), ("start",), ("spread",)]
         # Compilers run outside Python's lock.
         with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
             list(pool.map(lambda key: self._program(*key), keys))
@@ -137,19 +173,34 @@ class Engine:
         """A state with every slot empty."""
         return self._program("init")()
 
-    def prefill(self, params: Params, prompts: Sequence[np.ndarray], version: int) -> Prefix:
-        """Prompts int [P] of equal bucket, at most `prefill_rows[-1]` -> one row each.
+    def prefill(
+        self,
+        params: Params,
+        pieces: Sequence[Piece] | Sequence[np.ndarray],
+        version: int,
+        state: DecodeState | None = None,
+    ) -> Prefix:
+        """Pieces of equal bucket, at most `rows_of(bucket)` -> one row each.
 
-        `version` is the number of the weights; tokens drawn from the result are stamped with it.
+        What stands before a piece is read from `state`, which stays as it is. `version` is the
+        number of the weights; tokens drawn from the result are stamped with it. Whole prompts
+        int [P] of one piece each may be passed without a state; that form will go.
         """
-        bucket = self.prefill_bucket(max(len(p) for p in prompts))
-        rows = next(r for r in self.prefill_rows if r >= len(prompts))
-        tokens = np.zeros((rows, bucket), np.int32)
-        length = np.ones(rows, np.int32)
-        for i, prompt in enumerate(prompts):
-            tokens[i, : len(prompt)] = prompt
-            length[i] = len(prompt)
-        return self._program("prefill", rows, bucket)(params, tokens, length, np.int32(version))
+        if state is None:
+            state, pieces = self._whole_prompts(pieces)
+        bucket = self.prefill_bucket(max(len(piece.tokens) for piece in pieces))
+        arrays = make_pieces(self.rows_of(bucket), bucket, version, pieces)
+        return self._program("prefill", bucket)(params, state.cache, arrays)
+
+    def _whole_prompts(self, prompts: Sequence[np.ndarray]) -> tuple[DecodeState, list[Piece]]:
+        warnings.warn(
+            "Engine.prefill without a state is deprecated: pass Pieces and the decode state",
+            FutureWarning,
+            stacklevel=3,
+        )
+        if self._scratch is None:
+            self._scratch = self.init_state()
+        return self._scratch, [Piece(np.asarray(prompt)) for prompt in prompts]
 
     def insert(
         self, prefix: Prefix, state: DecodeState, entries: Sequence[Entry], *, resume: bool = False
@@ -157,16 +208,26 @@ class Engine:
         """Fills one or several slots from rows of `prefix`; `state` is donated.
 
         The slots are emptied first, whatever was in them. With `resume` only their caches are
-        renewed: tokens, limits and the token already drawn stay (recomputation under new weights).
+        written: tokens, limits and the token already drawn stay (for a piece that is not the last,
+        and for recomputation under new weights).
         """
-        cache = jax.tree.leaves(prefix.cache)[0]
-        rows, bucket = cache.shape[-4], cache.shape[-2]
-        copies, starts = self._copies(entries), self._starts(entries)
-        cache = self._program("copy", rows, bucket)(prefix.cache, state.cache, copies)
+        bucket = jax.tree.leaves(prefix.cache)[0].shape[-2]
+        cache = self._program("copy", bucket)(
+            prefix.cache, state.cache, make_copies(self.slots, entries)
+        )
         slots = state.slots
         if not resume:
-            slots = self._program("start")(prefix.first, slots, starts)
+            slots = self._program("start")(prefix.first, slots, self._starts(entries))
         return DecodeState(cache, slots)
+
+    def spread(
+        self, state: DecodeState, source: int, targets: Sequence[int], length: int
+    ) -> DecodeState:
+        """Copies the first `length` cache entries (whole chunks) of one slot into others; `state`
+        is donated."""
+        blocks = -(-length // self.prefill_chunk)
+        spread = make_spread(self.slots, source, targets, blocks)
+        return DecodeState(self._program("spread")(state.cache, spread), state.slots)
 
     def generate(
         self,
@@ -179,9 +240,10 @@ class Engine:
         max_steps: int | None = None,
         leave_at: int | None = None,
     ) -> tuple[DecodeState, jax.Array]:
-        """Decodes the slots of `mask` bool [S] -> state, int32 [S, steps_per_dispatch, 4].
+        """Decodes the slots of `mask` bool [S] -> state, int32 [S, steps_per_dispatch, F].
 
-        The last axis is token, valid, version, bits of the log-probability; slots outside the mask,
+        The last axis is token, valid, version, bits of the log-probability, and with `top_logprobs`
+        = N > 0 the N most likely tokens and the bits of theirs; slots outside the mask,
         empty or finished are frozen, with valid 0. `longest` is the largest number of tokens that a
         sequence may hold at the end of the dispatch. Returns after `max_steps` steps, or as soon as
         `leave_at` slots have finished. `state` is donated; the call does not wait for the device.
@@ -196,32 +258,11 @@ class Engine:
         return self._program("generate", attend)(params, state, control)
 
     def prefill_bucket(self, length: int) -> int:
-        """The smallest bucket that holds a prompt of `length` tokens."""
+        """The smallest bucket that holds a piece of `length` tokens."""
         return next(b for b in self.prefill_buckets if b >= length)
 
-    def _copies(self, entries: Sequence[Entry]) -> Copies:
-        slot, row = np.zeros(self.slots, np.int32), np.zeros(self.slots, np.int32)
-        for i, entry in enumerate(entries):
-            slot[i], row[i] = entry.slot, entry.row
-        return Copies(slot, row, np.int32(len(entries)))
-
     def _starts(self, entries: Sequence[Entry]) -> Starts:
-        size = self.slots
-        starts = Starts(
-            slot=np.full(size, size, np.int32),
-            row=np.zeros(size, np.int32),
-            remaining=np.zeros(size, np.int32),
-            temperature=np.zeros(size, np.float32),
-            seed=np.zeros((size, 2), np.uint32),
-            stops=np.full((size, self.max_stop_tokens), -1, np.int32),
-        )
-        for i, entry in enumerate(entries):
-            params = entry.params
-            starts.slot[i], starts.row[i] = entry.slot, entry.row
-            starts.remaining[i], starts.temperature[i] = params.max_tokens, params.temperature
-            starts.seed[i] = seed_words(params.seed)
-            starts.stops[i, : len(params.stop_tokens)] = params.stop_tokens
-        return starts
+        return make_starts(self.slots, self.max_stop_tokens, entries)
 
     def _program(self, verb: str, *sizes: int) -> Callable:
         """The compiled program of a verb for these sizes; compiles it if `warm_up` has not run."""
@@ -237,28 +278,39 @@ class Engine:
     def _build_init(self) -> jax.stages.Lowered:
         return jax.jit(self._empty_state, out_shardings=_shardings(self._state_like)).lower()
 
-    def _build_prefill(self, rows: int, bucket: int) -> jax.stages.Lowered:
+    def _build_prefill(self, bucket: int) -> jax.stages.Lowered:
         function = functools.partial(
             steps.prefill,
             self.model,
-            out_rows=self.prefill_rows[-1],
+            block=self.prefill_chunk,
+            out_rows=max(self.prefill_rows),
             mesh=self._mesh,
             rules=self._rules,
         )
-        out = _shardings(self._prefix_like(rows, bucket))
-        ints = [self._host((rows, bucket)), self._host((rows,)), self._host(())]
-        return jax.jit(function, out_shardings=out).lower(self._params_like, *ints)
+        pieces = self._from_host(make_pieces(self.rows_of(bucket), bucket, 0, ()))
+        program = jax.jit(function, out_shardings=_shardings(self._prefix_like(bucket)))
+        return program.lower(self._params_like, self._state_like.cache, pieces)
 
-    def _build_copy(self, rows: int, bucket: int) -> jax.stages.Lowered:
+    def _build_copy(self, bucket: int) -> jax.stages.Lowered:
         target = self._state_like.cache
         copy = jax.jit(steps.copy_rows, donate_argnums=1, out_shardings=_shardings(target))
-        copies = self._from_host(self._copies(()))
-        return copy.lower(self._prefix_like(rows, bucket).cache, target, copies)
+        copies = self._from_host(make_copies(self.slots, ()))
+        return copy.lower(self._prefix_like(bucket).cache, target, copies)
+
+    def _build_spread(self) -> jax.stages.Lowered:
+        function = functools.partial(
+            steps.spread_row,
+            block=self.prefill_chunk,
+            split=self._rules.shards(self._mesh, "batch") > 1,
+        )
+        cache = self._state_like.cache
+        program = jax.jit(function, donate_argnums=0, out_shardings=_shardings(cache))
+        return program.lower(cache, self._from_host(make_spread(self.slots, 0, (), 0)))
 
     def _build_start(self) -> jax.stages.Lowered:
         slots = self._state_like.slots
         start = jax.jit(steps.start_slots, donate_argnums=1, out_shardings=_shardings(slots))
-        first = self._prefix_like(1, self.prefill_buckets[0]).first
+        first = self._prefix_like(self.prefill_buckets[0]).first
         return start.lower(first, slots, self._from_host(self._starts(())))
 
     def _build_generate(self, attend: int) -> jax.stages.Lowered:
@@ -275,19 +327,20 @@ class Engine:
         return program.lower(self._params_like, self._state_like, control)
 
     def _empty_state(self) -> DecodeState:
-        cache = init_cache(self.model, self.slots, self.max_length)
-        return DecodeState(cache, steps.empty_slots(self.slots, self.max_stop_tokens))
+        cache = init_cache(self.model, self.slots, self.cache_length)
+        slots = empty_slots(self.slots, self.max_stop_tokens, self.top_logprobs)
+        return DecodeState(cache, slots)
 
     def _describe_state(self) -> DecodeState:
         """Shapes and placement of the state: slots over the batch axes, heads over tensor."""
         return self._described(jax.eval_shape(self._empty_state), "batch")
 
-    def _prefix_like(self, rows: int, bucket: int) -> Prefix:
+    def _prefix_like(self, bucket: int) -> Prefix:
         """Shapes and placement of a prefix: every group of devices holds all rows."""
-        vocab = self.model.config.vocab_size
+        vocab, most, rows = self.model.config.vocab_size, max(self.prefill_rows), self._rows[bucket]
         first = First(
-            logits=jax.ShapeDtypeStruct((self.prefill_rows[-1], vocab), jnp.float32),
-            length=jax.ShapeDtypeStruct((self.prefill_rows[-1],), jnp.int32),
+            logits=jax.ShapeDtypeStruct((most, vocab), jnp.float32),
+            length=jax.ShapeDtypeStruct((most,), jnp.int32),
             version=jax.ShapeDtypeStruct((), jnp.int32),
         )
         cache = jax.eval_shape(functools.partial(init_cache, self.model, rows, bucket))
@@ -325,24 +378,3 @@ def _described(tree: Any, shardings: Any) -> Any:
 
 def _shardings(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.sharding, tree)
-
-
-def _check_sizes(sizes: dict[str, int], max_length: int, shards: int) -> None:
-    for name, value in sizes.items():
-        if value < 1:
-            raise ValueError(f"{name}={value} must be at least 1")
-    if max_length < 2:
-        raise ValueError(f"max_length={max_length} must hold a prompt and a token: at least 2")
-    if sizes["slots"] % shards:
-        raise ValueError(
-            f"slots={sizes['slots']} must be divisible by the mesh's batch axes, {shards}"
-        )
-
-
-def _buckets(name: str, asked: Sequence[int], smallest: int, max_length: int) -> tuple[int, ...]:
-    """Ascending lengths, by default powers of two from `smallest`; `max_length` is the last."""
-    for size in asked:
-        if not 1 <= size <= max_length:
-            raise ValueError(f"{name}: {size} must lie between 1 and max_length={max_length}")
-    powers = [1 << i for i in range(max_length.bit_length()) if 1 << i >= smallest]
-    return tuple(sorted({*(asked or powers), max_length}))

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl.errors import DriverError, RequestError
+from jaxrl.inference.state import FIELDS
 from jaxrl.inference.streaming import Channel, Chunk
 from jaxrl.types import Completion, SamplingParams
 
@@ -21,6 +22,7 @@ class Limits:
     vocab_size: int
     max_length: int
     max_stop_tokens: int
+    top_logprobs: int = 0
 
 
 def check_request(tokens: Any, params: SamplingParams, limits: Limits) -> np.ndarray:
@@ -61,6 +63,15 @@ def _check_params(params: SamplingParams, limits: Limits) -> None:
         raise RequestError(f"temperature={params.temperature!r} must be finite and at least 0")
     if not _is_int(params.seed):
         raise RequestError(f"seed={params.seed!r} must be an integer")
+    if not _is_int(params.top_k) or params.top_k < 0:
+        raise RequestError(f"top_k={params.top_k!r} must be an integer of at least 0 (0: all)")
+    if not 0 < params.top_p <= 1:
+        raise RequestError(f"top_p={params.top_p!r} must be above 0 and at most 1")
+    if not _is_int(params.top_logprobs) or not 0 <= params.top_logprobs <= limits.top_logprobs:
+        raise RequestError(
+            f"top_logprobs={params.top_logprobs!r} must be an integer from 0 to "
+            f"{limits.top_logprobs}, the most that the engine was made for"
+        )
     if len(params.stop_tokens) > limits.max_stop_tokens:
         raise RequestError(
             f"{len(params.stop_tokens)} stop tokens: at most {limits.max_stop_tokens} are allowed"
@@ -79,13 +90,15 @@ def _is_int(value: Any) -> bool:
 @dataclasses.dataclass(eq=False, slots=True)
 class Request:
     """One request on its way. `number` counts arrivals; `future` gets a Completion or an error;
-    `channel`, if there is one, gets the tokens as they come."""
+    `channel`, if there is one, gets the tokens as they come. After `deadline` (of
+    `time.monotonic`) nobody wants it any more."""
 
     number: int
     prompt: np.ndarray
     params: SamplingParams
     future: Future
     channel: Channel | None = None
+    deadline: float = math.inf
     results: list[np.ndarray] = dataclasses.field(default_factory=list)
     given: int = 0
     finished: bool = False
@@ -110,7 +123,7 @@ class Request:
         return np.concatenate([self.prompt, *(r[:, 0] for r in self.results)])
 
     def take(self, result: np.ndarray) -> None:
-        """Adds one dispatch's result for this slot, int32 [k, 4]: token, valid, version, logp."""
+        """Adds one dispatch's result for this slot, int32 [k, F]; for F see `state.FIELDS`."""
         valid = result[result[:, 1] > 0]
         if not len(valid):
             return
@@ -118,13 +131,14 @@ class Request:
         self.results.append(valid.copy())
         self.given += len(valid)
         if self.channel is not None:
-            self.channel.put(Chunk(*_arrays(self.results[-1])))
+            self.channel.put(Chunk(**self._arrays(self.results[-1])))
         stopped = int(valid[-1, 0]) in self.params.stop_tokens
         self.finished = stopped or self.given >= self.params.max_tokens
 
     def completion(self, tokenizer: Any = None) -> Completion:
         """The finished completion; raises DriverError if the weights gave numbers that are none."""
-        tokens, logprobs, versions = _arrays(np.concatenate(self.results))
+        arrays = self._arrays(np.concatenate(self.results))
+        tokens, logprobs, versions = (arrays[name] for name in ("tokens", "logprobs", "versions"))
         bad = np.flatnonzero(~np.isfinite(logprobs))
         if bad.size:
             raise DriverError(
@@ -135,10 +149,20 @@ class Request:
         text = ""
         if tokenizer is not None:
             text = tokenizer.decode([int(t) for t in (tokens[:-1] if stopped else tokens)])
-        return Completion(tokens, logprobs, versions, "stop" if stopped else "length", text)
+        reason = "stop" if stopped else "length"
+        return Completion(finish_reason=reason, text=text, **arrays)
 
-
-def _arrays(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rows int32 [k, 4] of token, valid, version, logp -> tokens, logprobs, versions [k] each."""
-    logprobs = np.ascontiguousarray(rows[:, 3]).view(np.float32)
-    return np.ascontiguousarray(rows[:, 0]), logprobs, np.ascontiguousarray(rows[:, 2])
+    def _arrays(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """Rows int32 [k, F] of the engine's results -> the arrays of a chunk or completion."""
+        arrays = {
+            "tokens": np.ascontiguousarray(rows[:, 0]),
+            "logprobs": np.ascontiguousarray(rows[:, 3]).view(np.float32),
+            "versions": np.ascontiguousarray(rows[:, 2]),
+        }
+        wanted = self.params.top_logprobs
+        if wanted:
+            most = (rows.shape[1] - FIELDS) // 2
+            tokens, logps = rows[:, FIELDS : FIELDS + wanted], rows[:, FIELDS + most :][:, :wanted]
+            arrays["top_tokens"] = np.ascontiguousarray(tokens)
+            arrays["top_logprobs"] = np.ascontiguousarray(logps).view(np.float32)
+        return arrays

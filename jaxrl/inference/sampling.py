@@ -6,9 +6,14 @@ need one random number per vocabulary entry, and costs ten times as much on a CP
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+
+from jaxrl.inference.truncation import keep_mask
 
 _BLOCK = 32
 """Vocabulary entries summed together in the first level of the search; measured best on CPUs."""
@@ -26,26 +31,79 @@ def seed_words(seed: int) -> np.ndarray:
     return np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)
 
 
+class How(NamedTuple):
+    """How each row is sampled: temperature, top_p float32 [B], top_k int32 [B] (0: all tokens),
+    seed uint32 [B, 2], and `alternatives` int32 [B], how many of the most likely tokens to tell."""
+
+    temperature: jax.Array
+    top_k: jax.Array
+    top_p: jax.Array
+    seed: jax.Array
+    alternatives: jax.Array
+
+
+class Drawn(NamedTuple):
+    """token int32 [B] and its log-probability logp float32 [B]; the N most likely tokens
+    top_tokens int32 [B, N] with top_logps float32 [B, N], -1 where a row wants fewer."""
+
+    token: jax.Array
+    logp: jax.Array
+    top_tokens: jax.Array
+    top_logps: jax.Array
+
+
 def sample_tokens(
     logits: jax.Array, temperature: jax.Array, seed: jax.Array, position: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """logits [B, V], temperature float32 [B], seed uint32 [B, 2], position int32 [B]
-    -> token int32 [B], logp float32 [B].
+    -> token int32 [B], logp float32 [B]: `draw` from all tokens."""
+    zeros = jnp.zeros(position.shape, jnp.int32)
+    how = How(temperature, zeros, jnp.ones(position.shape, jnp.float32), seed, zeros)
+    return draw(logits, how, position)[:2]
 
-    `position` is the index of the drawn token in its sequence; with `seed` it is all that the draw
-    depends on besides the row's own logits. `logp` is the log-probability of the token under
-    softmax(logits / temperature), the distribution that was sampled from. Temperature 0 takes the
-    most likely token and records its log-probability at temperature 1.
+
+def draw(logits: jax.Array, how: How, position: jax.Array, *, alternatives: int = 0) -> Drawn:
+    """logits [B, V], position int32 [B] -> what was drawn; N is `alternatives`.
+
+    `position` is the index of the drawn token in its sequence; with the seed it is all that the
+    draw depends on besides the row's own logits. `logp` is the log-probability of the token under
+    the distribution that was sampled from: softmax(logits / temperature), cut by top-k and top-p
+    and renormalised. Temperature 0 takes the most likely token and records its log-probability at
+    temperature 1, uncut. Alternatives that were cut off have log-probability -inf.
     """
     logits = logits.astype(jnp.float32)
-    greedy = temperature <= 0
-    scaled = logits / jnp.where(greedy, 1.0, temperature)[:, None]
+    greedy = how.temperature <= 0
+    scaled = logits / jnp.where(greedy, 1.0, how.temperature)[:, None]
     top = jnp.max(scaled, axis=-1, keepdims=True)
     mass = jnp.exp(scaled - top)
-    drawn, total = _invert(mass, _uniform(seed, position))
+    top_k, top_p = jnp.where(greedy, 0, how.top_k), jnp.where(greedy, 1.0, how.top_p)
+    kept = keep_mask(scaled, mass, top_k, top_p)
+    drawn, total = _invert(jnp.where(kept, mass, 0.0), _uniform(how.seed, position))
     token = jnp.where(greedy, _first(scaled >= top), drawn)
     chosen = jnp.take_along_axis(scaled, token[:, None], axis=-1)[:, 0]
-    return token, chosen - top[:, 0] - jnp.log(total)
+    shift = top[:, 0] + jnp.log(total)
+    best = _most_likely(scaled, kept, shift, how.alternatives, alternatives)
+    return Drawn(token, chosen - shift, *best)
+
+
+def _most_likely(
+    scaled: jax.Array, kept: jax.Array, shift: jax.Array, wanted: jax.Array, most: int
+) -> tuple[jax.Array, jax.Array]:
+    """The `most` most likely tokens int32 [B, most] and their log-probabilities, most likely first;
+    nothing is computed unless some row wants them."""
+    shape = (scaled.shape[0], most)
+    none = jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.float32)
+    if not most:
+        return none
+
+    def find() -> tuple[jax.Array, jax.Array]:
+        values, tokens = lax.top_k(scaled, most)
+        cut = ~jnp.take_along_axis(kept, tokens, axis=-1)
+        logps = jnp.where(cut, -jnp.inf, values - shift[:, None])
+        asked = jnp.arange(most) < wanted[:, None]
+        return jnp.where(asked, tokens, none[0]), jnp.where(asked, logps, none[1])
+
+    return lax.cond(jnp.any(wanted > 0), find, lambda: none)
 
 
 def _uniform(seed: jax.Array, position: jax.Array) -> jax.Array:

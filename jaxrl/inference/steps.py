@@ -1,6 +1,6 @@
 """The decode engine's verbs as pure functions of arrays: prefill, insert, generate.
 
-A slot is a row of the decode state. Its `token` is drawn but not yet given out; a step gives it
+A slot is a row of the decode state. Its token is drawn but not yet given out; a step gives it
 out, feeds it to the model and draws the next one. So the first token of a request comes from the
 logits of its prefill, and every token carries the version of the weights that computed its logits.
 """
@@ -16,141 +16,55 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from jaxrl.inference.sampling import sample_tokens
+from jaxrl.inference.sampling import draw
+from jaxrl.inference.state import (
+    FIELDS,
+    Control,
+    Copies,
+    DecodeState,
+    First,
+    Pieces,
+    Prefix,
+    Slots,
+    Spread,
+    Starts,
+)
+from jaxrl.models.chunked import Prior, pick_row
 from jaxrl.models.decoder import KVCache
-from jaxrl.models.model import Model, forward, init_cache, unembed
+from jaxrl.models.model import Model, forward, unembed
 from jaxrl.sharding import Rules
 
 Params = Any
 NextLogits = Callable[[jax.Array, jax.Array, KVCache, jax.Array], tuple[jax.Array, KVCache]]
 
-FIELDS = 4
-"""Integers per generated token: token, valid, version, bits of the log-probability."""
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Slots:
-    """What is known of each slot besides its cache. S slots, M stop tokens.
-
-    token        int32 [S]  drawn, not yet given out
-    logp         float32 [S] its log-probability
-    version      int32 [S]  version of the weights that computed its logits
-    position     int32 [S]  its index in the sequence, which is the number of cached entries
-    remaining    int32 [S]  tokens that may still be given out, with this one; 0 = empty or finished
-    temperature  float32 [S]
-    seed         uint32 [S, 2]
-    stops        int32 [S, M]  padded with -1
-    """
-
-    token: jax.Array
-    logp: jax.Array
-    version: jax.Array
-    position: jax.Array
-    remaining: jax.Array
-    temperature: jax.Array
-    seed: jax.Array
-    stops: jax.Array
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class DecodeState:
-    """Everything that decoding changes; donated from call to call."""
-
-    cache: KVCache
-    slots: Slots
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class First:
-    """What the first token after each prefilled prompt is drawn from.
-
-    logits   float32 [N, V]
-    length   int32 [N]   true prompt lengths
-    version  int32 []    of the weights that computed the logits
-    """
-
-    logits: jax.Array
-    length: jax.Array
-    version: jax.Array
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Prefix:
-    """Prefilled prompts: a cache of N rows in a bucket of L entries, and what follows."""
-
-    cache: KVCache
-    first: First
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Copies:
-    """Which prefix row goes into which slot: int32 [S] each, of which `count` are used."""
-
-    slot: jax.Array
-    row: jax.Array
-    count: jax.Array
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Starts:
-    """How to sample in freshly filled slots; fields as in `Slots`, with one entry per copy.
-
-    slot, row  int32 [S]; slot of unused entries is S: out of range, so that nothing is written
-    """
-
-    slot: jax.Array
-    row: jax.Array
-    remaining: jax.Array
-    temperature: jax.Array
-    seed: jax.Array
-    stops: jax.Array
-
-
-def empty_slots(slots: int, max_stops: int) -> Slots:
-    """Every slot empty."""
-    zeros = jnp.zeros(slots, jnp.int32)
-    return Slots(
-        token=zeros,
-        logp=jnp.zeros(slots, jnp.float32),
-        version=zeros,
-        position=zeros,
-        remaining=zeros,
-        temperature=jnp.zeros(slots, jnp.float32),
-        seed=jnp.zeros((slots, 2), jnp.uint32),
-        stops=jnp.full((slots, max_stops), -1, jnp.int32),
-    )
-
 
 def prefill(
     model: Model,
     params: Params,
-    tokens: jax.Array,
-    length: jax.Array,
-    version: jax.Array,
+    cache: KVCache,
+    pieces: Pieces,
     *,
+    block: int,
     out_rows: int,
     mesh: Mesh | None,
     rules: Rules,
 ) -> Prefix:
-    """tokens int32 [N, L] (padded at the end), length int32 [N] -> Prefix.
+    """Pieces [N, L] of prompts whose beginnings stand in `cache` -> their own Prefix.
 
-    What the first tokens are drawn from is padded to `out_rows` rows: one shape for all prefills.
-
-    Cache entries past a row's length hold garbage; they are overwritten before any query sees them.
+    Beginnings are whole blocks of `block` tokens. What the first tokens are drawn from is padded to
+    `out_rows` rows: one shape for all prefills. Entries past a piece's length hold garbage; they
+    are overwritten before any query sees them.
     """
-    rows, bucket = tokens.shape
-    positions = jnp.broadcast_to(jnp.arange(bucket, dtype=jnp.int32), (rows, bucket))
-    cache = init_cache(model, rows, bucket)
-    hidden, cache = forward(model, params, tokens, positions, None, cache, mesh=mesh, rules=rules)
-    last = jnp.take_along_axis(hidden, (length - 1)[:, None, None], axis=1)[:, 0]
+    rows, bucket = pieces.tokens.shape
+    positions = pieces.offset[:, None] + jnp.arange(bucket, dtype=jnp.int32)
+    prior = Prior(pieces.slot, pieces.offset, block, split=rules.shards(mesh, "batch") > 1)
+    hidden, own = forward(
+        model, params, pieces.tokens, positions, None, cache, prior=prior, mesh=mesh, rules=rules
+    )
+    last = jnp.take_along_axis(hidden, (pieces.length - 1)[:, None, None], axis=1)[:, 0]
     logits = jnp.pad(unembed(model, params, last), ((0, out_rows - rows), (0, 0)))
-    return Prefix(cache, First(logits, jnp.pad(length, (0, out_rows - rows)), version))
+    length = jnp.pad(pieces.offset + pieces.length, (0, out_rows - rows))
+    return Prefix(own, First(logits, length, pieces.version))
 
 
 def copy_rows(source: KVCache, target: KVCache, copies: Copies) -> KVCache:
@@ -159,47 +73,67 @@ def copy_rows(source: KVCache, target: KVCache, copies: Copies) -> KVCache:
     def copy(i: jax.Array, cache: KVCache) -> KVCache:
         def leaf(old: jax.Array, new: jax.Array) -> jax.Array:
             piece = lax.dynamic_slice_in_dim(new, copies.row[i], 1, axis=new.ndim - 4)
-            start = [0] * old.ndim
-            start[old.ndim - 4] = copies.slot[i]
-            return lax.dynamic_update_slice(old, piece.astype(old.dtype), start)
+            return _write(old, piece.astype(old.dtype), copies.slot[i], copies.offset[i])
 
         return jax.tree.map(leaf, cache, source)
 
     return lax.fori_loop(0, copies.count, copy, target)
 
 
+def spread_row(cache: KVCache, spread: Spread, *, block: int, split: bool) -> KVCache:
+    """Copies the beginning of one slot's cache into others', block by block.
+
+    `split`: slots lie on different devices.
+    """
+
+    def take(leaf: jax.Array, start: jax.Array) -> jax.Array:
+        axis = leaf.ndim - 4
+        if split:
+            part = lax.dynamic_slice_in_dim(leaf, start, block, axis=leaf.ndim - 2)
+            row = pick_row(jnp.moveaxis(part, axis, 0), spread.source)
+            return jnp.expand_dims(row, axis)
+        shape = list(leaf.shape)
+        shape[axis], shape[-2] = 1, block
+        begin = [0] * leaf.ndim
+        begin[axis], begin[-2] = spread.source, start
+        return lax.dynamic_slice(leaf, begin, shape)
+
+    def one_block(i: jax.Array, cache: KVCache) -> KVCache:
+        start = i * block
+        pieces = jax.tree.map(lambda leaf: take(leaf, start), cache)
+        # Without the barrier, reading and writing become one kernel, which copies the whole cache.
+        pieces = lax.optimization_barrier(pieces)
+
+        def one_target(j: jax.Array, cache: KVCache) -> KVCache:
+            slot = spread.targets[j]
+            return jax.tree.map(lambda old, new: _write(old, new, slot, start), cache, pieces)
+
+        return lax.fori_loop(0, spread.count, one_target, cache)
+
+    return lax.fori_loop(0, spread.blocks, one_block, cache)
+
+
+def _write(leaf: jax.Array, piece: jax.Array, slot: jax.Array, entry: jax.Array) -> jax.Array:
+    """leaf [..., B, K, S, H] with piece [..., 1, K, L, H] in a slot, from an entry on."""
+    start = [0] * leaf.ndim
+    start[-4], start[-2] = slot, entry
+    return lax.dynamic_update_slice(leaf, piece, start)
+
+
 def start_slots(first: First, slots: Slots, starts: Starts) -> Slots:
     """Draws the first token of each freshly filled slot from the logits of its prefill."""
     position = first.length[starts.row]
-    token, logp = sample_tokens(first.logits[starts.row], starts.temperature, starts.seed, position)
+    alternatives = slots.drawn.top_tokens.shape[-1]
+    drawn = draw(first.logits[starts.row], starts.how, position, alternatives=alternatives)
     fresh = Slots(
-        token=token,
-        logp=logp,
-        version=jnp.broadcast_to(first.version, token.shape),
+        drawn=drawn,
+        version=jnp.broadcast_to(first.version, position.shape),
         position=position,
         remaining=starts.remaining,
-        temperature=starts.temperature,
-        seed=starts.seed,
+        how=starts.how,
         stops=starts.stops,
     )
     return jax.tree.map(lambda old, new: old.at[starts.slot].set(new, mode="drop"), slots, fresh)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Control:
-    """What the host decides about one dispatch.
-
-    mask      bool [S]   slots that take part; the others are frozen
-    version   int32 []   number of the weights passed with it
-    steps     int32 []   at most so many steps, up to the compiled number
-    leave_at  int32 []   end early once so many rows have finished in this dispatch
-    """
-
-    mask: jax.Array
-    version: jax.Array
-    steps: jax.Array
-    leave_at: jax.Array
 
 
 def generate(
@@ -210,13 +144,15 @@ def generate(
     steps: int,
     attend_length: int,
 ) -> tuple[DecodeState, jax.Array]:
-    """Up to `steps` tokens for every slot -> state, int32 [S, steps, 4].
+    """Up to `steps` tokens for every slot -> state, int32 [S, steps, FIELDS + 2 N].
 
-    The last axis is token, valid, version, bits of the log-probability. `next_logits` gives the
+    The last axis is token, valid, version, bits of the log-probability, N alternatives and the bits
+    of their log-probabilities. `next_logits` gives the
     logits after each row's present token; queries see the first `attend_length` cache entries,
     which must cover every row that takes part.
     """
-    out = jnp.zeros((steps, *state.slots.token.shape, FIELDS), jnp.int32)
+    shape = state.slots.drawn.top_tokens.shape
+    out = jnp.zeros((steps, shape[0], FIELDS + 2 * shape[1]), jnp.int32)
     running = control.mask & (state.slots.remaining > 0)
     limit = jnp.minimum(control.steps, steps)
 
@@ -230,7 +166,7 @@ def generate(
         i, now, out = carry
         given, alive, slots = _give_out(now.slots, control.mask)
         out = lax.dynamic_update_index_in_dim(out, given, i, axis=0)
-        logits, cache = next_logits(slots.token, slots.position, now.cache, alive)
+        logits, cache = next_logits(slots.drawn.token, slots.position, now.cache, alive)
         slots = _advance(slots, alive, logits, control.version)
         return i + 1, DecodeState(cache, slots), out
 
@@ -276,12 +212,13 @@ def _put_back(whole: jax.Array, part: jax.Array) -> jax.Array:
 
 
 def _give_out(slots: Slots, mask: jax.Array) -> tuple[jax.Array, jax.Array, Slots]:
-    """-> the result int32 [S, 4], rows that go on after this token bool [S], the slots."""
+    """-> the result int32 [S, FIELDS + 2 N], bool [S] which rows go on after it, the slots."""
     active = mask & (slots.remaining > 0)
-    bits = lax.bitcast_convert_type(slots.logp, jnp.int32)
-    fields = [slots.token, active.astype(jnp.int32), slots.version, bits]
-    given = jnp.where(active[:, None], jnp.stack(fields, axis=-1), 0)
-    stopped = jnp.any(slots.stops == slots.token[:, None], axis=-1)
+    drawn = slots.drawn
+    fields = [drawn.token, active.astype(jnp.int32), slots.version, _bits(drawn.logp)]
+    parts = [jnp.stack(fields, axis=-1), drawn.top_tokens, _bits(drawn.top_logps)]
+    given = jnp.where(active[:, None], jnp.concatenate(parts, axis=-1), 0)
+    stopped = jnp.any(slots.stops == drawn.token[:, None], axis=-1)
     left = jnp.where(stopped, 0, slots.remaining - 1)
     slots = dataclasses.replace(slots, remaining=jnp.where(active, left, slots.remaining))
     return given, mask & (slots.remaining > 0), slots
@@ -290,11 +227,19 @@ def _give_out(slots: Slots, mask: jax.Array) -> tuple[jax.Array, jax.Array, Slot
 def _advance(slots: Slots, alive: jax.Array, logits: jax.Array, version: jax.Array) -> Slots:
     """Draws the next token of the rows that go on; the others keep what they have."""
     position = slots.position + 1
-    token, logp = sample_tokens(logits, slots.temperature, slots.seed, position)
+    drawn = draw(logits, slots.how, position, alternatives=slots.drawn.top_tokens.shape[-1])
+
+    def keep(new: jax.Array, old: jax.Array) -> jax.Array:
+        return jnp.where(alive.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+
     return dataclasses.replace(
         slots,
-        token=jnp.where(alive, token, slots.token),
-        logp=jnp.where(alive, logp, slots.logp),
+        drawn=jax.tree.map(keep, drawn, slots.drawn),
         version=jnp.where(alive, version, slots.version),
         position=jnp.where(alive, position, slots.position),
     )
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    """float32 as the int32 of the same bits."""
+    return lax.bitcast_convert_type(x, jnp.int32)

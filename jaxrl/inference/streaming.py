@@ -18,12 +18,15 @@ from jaxrl.types import Completion
 class Chunk:
     """What one dispatch gave: `tokens` int32 [k], `logprobs` float32 [k], `versions` int32 [k].
 
-    All chunks together are the arrays of the `Completion`, bit for bit.
+    All chunks together are the arrays of the `Completion`, bit for bit; so are `top_tokens` and
+    `top_logprobs` [k, N], where they were asked for.
     """
 
     tokens: np.ndarray
     logprobs: np.ndarray
     versions: np.ndarray
+    top_tokens: np.ndarray | None = None
+    top_logprobs: np.ndarray | None = None
 
 
 class TokenStream:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 _CHUNK = 64  # queries
 _MAX_CHUNKS = 8  # chunks are unrolled: more would make the program long
-_MASKED = -1e30  # finite: a row without any visible key must give a number, and gradients too
+MASKED = -1e30  # finite: a row without any visible key must give a number, and gradients too
 
 
 def causal_mask(length: int, segment_ids: jax.Array | None, window: int = 0) -> jax.Array:
@@ -86,7 +86,7 @@ def attend_by_group(
     """`attend` for scaled query [B, T, K, G, H]: the heads of a group share one pass over the
     keys."""
     scores = jnp.einsum("btkgh,bksh->bkgts", query, keys, preferred_element_type=jnp.float32)
-    scores = jnp.where(mask[:, None, None], softcap(scores, cap), _MASKED)
+    scores = jnp.where(mask[:, None, None], softcap(scores, cap), MASKED)
     weights = jax.nn.softmax(scores, axis=-1)
     return jnp.einsum("bkgts,bksh->btkgh", weights.astype(values.dtype), values)
 
@@ -130,7 +130,7 @@ def attend_by_head(
         scores = jnp.einsum(
             "bkh,bksh->bks", query[:, 0, :, g], keys, preferred_element_type=jnp.float32
         )
-        weights = jax.nn.softmax(jnp.where(mask, softcap(scores, cap), _MASKED), axis=-1)
+        weights = jax.nn.softmax(jnp.where(mask, softcap(scores, cap), MASKED), axis=-1)
         heads.append(jnp.einsum("bks,bksh->bkh", weights.astype(values.dtype), values))
     return jnp.stack(heads, axis=2)[:, None]
 

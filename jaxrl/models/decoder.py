@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxrl.models import attention as ops
+from jaxrl.models.chunked import attend_after
 from jaxrl.models.experts import Experts
 from jaxrl.models.layers import MLP, Context, Declare, Projections, RMSNorm
 from jaxrl.models.rope import apply_rope
@@ -70,7 +71,8 @@ class Attention(Projections):
     def __call__(
         self, x: jax.Array, context: Context, cache: tuple | None, place: Place
     ) -> tuple[jax.Array, tuple | None]:
-        """x [B, T, D] -> (output [B, T, D], the cache (keys, values) with this call's tokens)."""
+        """x [B, T, D] -> (output [B, T, D], the cache (keys, values) with this call's tokens, or,
+        after a prior, these alone)."""
         pin, sight, config = context.constrain, context.sight(place.windowed), self.config
         query, key, value = (self._heads(name, x) for name in ("query", "key", "value"))
         if config.qk_norm:
@@ -78,6 +80,9 @@ class Attention(Projections):
         query = pin(apply_rope(query, sight.cos, sight.sin), _HEADS)
         key = pin(apply_rope(key, sight.cos, sight.sin), _KV_HEADS)
         value = pin(value, _KV_HEADS)
+        if context.prior is not None:
+            mixed, cache = self._after(query, key, value, context, cache, place)
+            return self.project("out", pin(mixed, _HEADS).reshape(*x.shape[:2], -1)), cache
         if cache is None:
             keys, values = key.swapaxes(1, 2), value.swapaxes(1, 2)
         else:
@@ -98,10 +103,40 @@ class Attention(Projections):
         )
         return self.project("out", pin(mixed, _HEADS).reshape(*x.shape[:2], -1)), cache
 
+    def _after(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        context: Context,
+        cache: tuple,
+        place: Place,
+    ) -> tuple[jax.Array, tuple]:
+        """Attention of a piece after `context.prior` -> (mixed values, the piece's own cache)."""
+        config, sight = self.config, context.sight(place.windowed)
+        own = key.swapaxes(1, 2).astype(cache[0].dtype), value.swapaxes(1, 2).astype(cache[1].dtype)
+        mixed = attend_after(
+            query,
+            own,
+            sight.mask,
+            cache,
+            context.prior,
+            layer=place.index,
+            window=_window(config.sliding_window, place.windowed),
+            scale=config.query_scale**-0.5 if config.query_scale else None,
+            cap=config.attention_softcap,
+        )
+        return mixed, own
+
     def _heads(self, name: str, x: jax.Array) -> jax.Array:
         """x [B, T, D] -> [B, T, N or K, H]."""
         y = self.project(name, x).reshape(*x.shape[:2], -1, self.config.head_dim)
         return y + getattr(self, f"{name}_bias")[...].astype(x.dtype) if self.config.qkv_bias else y
+
+
+def _window(size: int, windowed: bool | jax.Array) -> int | jax.Array:
+    """The window of a layer, 0 for none."""
+    return size * windowed if size else 0
 
 
 _HEADS = ("batch", "length", "heads", "head_dim")
@@ -203,11 +238,15 @@ class Decoder(nnx.Module):
             x, side = carry
             index, flag, weights = layer
             place = Place(windowed[0] if len(set(windowed)) == 1 else flag, index)
-            return nnx.merge(graphdef, weights)(x, context, side, place), None
+            x, written = nnx.merge(graphdef, weights)(x, context, side, place)
+            # A piece's own entries are small and collected; the cache before it stays as it is.
+            return ((x, side), written) if context.prior else ((x, written), None)
 
         side = None if cache is None else (cache.keys, cache.values)
         layers = (jnp.arange(self.config.n_layers), jnp.array(windowed), weights)
-        (x, side), _ = jax.lax.scan(self._remat(step), (x, side), layers)
+        (x, side), pieces = jax.lax.scan(self._remat(step), (x, side), layers)
+        if context.prior:
+            side = pieces
         return x, None if side is None else KVCache(*side)
 
     def _remat(self, step: Callable) -> Callable:

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxrl.models.chunked import Prior
 from jaxrl.models.linear import linear
 
 if TYPE_CHECKING:
@@ -52,7 +53,8 @@ class Context:
     `whole` holds for layers that see the whole sequence, `windowed` for the others (None: there are
     none). `causal`: S = T, the masks hide later entries, and T is not split over devices. `alone`:
     one device holds everything. With a cache: `slots` [B, T] are the entries that the tokens are
-    written to, and queries see the first `attend_length` entries.
+    written to, and queries see the first `attend_length` entries; or `prior` says which entries
+    stand before these tokens, and nothing is written.
     """
 
     whole: Sight
@@ -60,6 +62,7 @@ class Context:
     constrain: Constrain
     slots: jax.Array | None = None
     attend_length: int = 0
+    prior: Prior | None = None
     causal: bool = False
     alone: bool = True
 

@@ -23,6 +23,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxrl.models import attention as ops
+from jaxrl.models.chunked import Prior
 from jaxrl.models.decoder import Decoder, KVCache
 from jaxrl.models.layers import Constrain, Context, Sight
 from jaxrl.models.linear import linear
@@ -162,6 +163,7 @@ def forward(
     *,
     attend_length: int | None = None,
     write_mask: jax.Array | None = None,
+    prior: Prior | None = None,
     mesh: Mesh | None = None,
     rules: Rules = DEFAULT_RULES,
 ) -> tuple[jax.Array, KVCache | None]:
@@ -175,6 +177,10 @@ def forward(
     (static) promises that no position reaches it, and saves reading the rest of the cache. Rows
     where `write_mask` bool [B] is False keep their cache as it is; their hidden states mean
     nothing.
+
+    With a cache and a `prior` (a piece of a prompt): the cache is only read, each token sees what
+    `prior` says and the tokens before it in its row, and what comes back is a cache of these tokens
+    alone, [B, K, T, H] a layer. `positions` then are those after the prior.
 
     With a mesh, activations are pinned to it: without that the compiler moves whole batches around.
     Raises `ValueError` for a cache together with segments and for impossible lengths.
@@ -191,6 +197,10 @@ def forward(
         causal = rules.shards(mesh, "length") == 1
         sights = _sights(config, positions, make_mask)
         context = Context(*sights, constrain, causal=causal, alone=alone)
+    elif prior is not None:
+        make_mask = functools.partial(ops.causal_mask, tokens.shape[1], None)
+        sights = _sights(config, positions, make_mask)
+        context = Context(*sights, constrain, prior=prior, alone=alone)
     else:
         if segment_ids is not None:
             raise ValueError("segment_ids cannot be combined with a cache: one row is one sequence")

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import Sharding
 
+from jaxrl.errors import WeightVersionError
 from jaxrl.models.lora import join_frozen, split_frozen
 from jaxrl.sharding import reshard
 from jaxrl.types import WeightVersion
@@ -42,3 +43,16 @@ def snapshot(params: Any) -> Any:
     """A copy of `params` that outlives the next update: of what is trained, in the same layout."""
     trained, frozen = split_frozen(params)
     return join_frozen(copy_to(trained), frozen)
+
+
+def check_newer(present: WeightVersion, version: WeightVersion) -> None:
+    """Raises WeightVersionError unless `version` may follow `present`: numbers must not fall, and
+    one number has one digest."""
+    if version.number < present.number:
+        raise WeightVersionError(
+            f"weights {version} are older than the present {present}: numbers must not fall"
+        )
+    if version.number == present.number and version.digest != present.digest:
+        raise WeightVersionError(
+            f"weights {version} and the present {present} have one number but differ"
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 from jaxrl.inference.driver import Driver
 
@@ -29,6 +30,14 @@ class Gate:
         if self.error is not None:
             raise self.error
         return self._engine.generate(*args, **kwargs)
+
+
+def until(condition) -> None:
+    """Waits for `condition` to come true."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        time.sleep(0.002)
 
 
 def driver_of(tiny, engine=None, **options) -> Driver:

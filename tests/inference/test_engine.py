@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.inference.engine import Engine, Entry
+from jaxrl.inference.engine import Engine, Entry, Piece
 from jaxrl.models.model import build_model, stack_layers
 from jaxrl.sharding import make_mesh
 from jaxrl.types import SamplingParams
@@ -19,7 +19,7 @@ def _decode(engine, params, entries, prompts, version=0, dispatches=20):
     """Prefill `prompts` one by one, fill the slots, decode to the end -> per slot rows [n, 4]."""
     state = engine.init_state()
     for entry, prompt in zip(entries, prompts, strict=True):
-        prefix = engine.prefill(params, [prompt], version)
+        prefix = engine.prefill(params, [Piece(prompt)], version, state)
         state = engine.insert(prefix, state, [entry])
     return _run(engine, params, state, version, dispatches)
 
@@ -61,11 +61,10 @@ def test_tokens_and_logprobs_equal_one_full_forward_per_token(tiny, prompts, tem
 
 def test_one_prefix_fans_out_to_many_slots_with_their_own_seeds(tiny, prompts):
     params = [SamplingParams(8, 1.0, seed=i) for i in range(4)]
-    prefix = tiny.engine.prefill(tiny.weights(0), [prompts[0], prompts[2]], 0)
+    state, pieces = tiny.engine.init_state(), [Piece(prompts[0]), Piece(prompts[2])]
+    prefix = tiny.engine.prefill(tiny.weights(0), pieces, 0, state)
 
-    state = tiny.engine.insert(
-        prefix, tiny.engine.init_state(), [Entry(i, 1, params[i]) for i in range(4)]
-    )
+    state = tiny.engine.insert(prefix, state, [Entry(i, 1, params[i]) for i in range(4)])
     rows = _run(tiny.engine, tiny.weights(0), state, dispatches=3)
 
     for slot in range(4):
@@ -96,7 +95,7 @@ def test_frozen_rows_keep_their_cache_and_get_no_valid_token(tiny, prompts):
     engine, weights = tiny.engine, tiny.weights(0)
     state = engine.init_state()
     for slot, limit in enumerate((2, 20, 20)):
-        prefix = engine.prefill(weights, [prompts[slot]], 0)
+        prefix = engine.prefill(weights, [Piece(prompts[slot])], 0, state)
         state = engine.insert(prefix, state, [Entry(slot, 0, SamplingParams(limit, 1.0, slot))])
     mask = np.array([True, True, False, True])
     for _ in range(2):
@@ -117,8 +116,9 @@ def test_frozen_rows_keep_their_cache_and_get_no_valid_token(tiny, prompts):
 
 def test_version_is_stamped_where_the_logits_were_computed(tiny, prompts):
     engine, weights = tiny.engine, tiny.weights(0)
-    prefix = engine.prefill(weights, [prompts[0]], 3)
-    state = engine.insert(prefix, engine.init_state(), [Entry(0, 0, SamplingParams(9, 1.0))])
+    state = engine.init_state()
+    prefix = engine.prefill(weights, [Piece(prompts[0])], 3, state)
+    state = engine.insert(prefix, state, [Entry(0, 0, SamplingParams(9, 1.0))])
 
     versions = []
     for version in (5, 8, 9):
@@ -134,9 +134,10 @@ def test_version_is_stamped_where_the_logits_were_computed(tiny, prompts):
 
 def test_dispatch_ends_early_when_a_slot_is_free_or_its_steps_are_done(tiny, prompts):
     engine, weights = tiny.engine, tiny.weights(0)
-    prefix = engine.prefill(weights, [prompts[0]], 0)
+    state = engine.init_state()
+    prefix = engine.prefill(weights, [Piece(prompts[0])], 0, state)
     entries = [Entry(slot, 0, SamplingParams(limit, 1.0)) for slot, limit in ((0, 2), (1, 20))]
-    state = engine.insert(prefix, engine.init_state(), entries)
+    state = engine.insert(prefix, state, entries)
     mask = np.ones(4, bool)
 
     state, result = engine.generate(weights, state, version=0, mask=mask, longest=20, leave_at=1)
@@ -158,8 +159,10 @@ def test_nothing_compiles_after_warm_up(tiny, prompts):
         _decode(
             engine, tiny.params[1], [Entry(1, 0, SamplingParams(6, 0.5))], [prompt], dispatches=2
         )
-    prefix = engine.prefill(tiny.weights(2), prompts[:2], 1)
-    engine.insert(prefix, engine.init_state(), [Entry(0, 1, SamplingParams(3))], resume=True)
+    state = engine.init_state()
+    prefix = engine.prefill(tiny.weights(2), [Piece(p) for p in prompts[:2]], 1, state)
+    state = engine.insert(prefix, state, [Entry(0, 1, SamplingParams(3))], resume=True)
+    engine.spread(state, 0, [1, 2], engine.prefill_chunk)
 
     assert engine.compile_count == before
     assert compiled == []
@@ -169,13 +172,13 @@ def test_warm_up_for_some_prompts_leaves_the_others_for_later(tiny, prompts):
     engine = Engine(tiny.model, slots=2, max_length=48, prefill_buckets=(8,), attend_buckets=(48,))
 
     engine.warm_up(prefill_buckets=[8])
-    before = engine.compile_count
-    engine.prefill(tiny.params[0], [prompts[1]], 0)
+    before, state = engine.compile_count, engine.init_state()
+    engine.prefill(tiny.params[0], [Piece(prompts[1])], 0, state)
     short = engine.compile_count
-    engine.prefill(tiny.params[0], [prompts[4]], 0)
+    engine.prefill(tiny.params[0], [Piece(prompts[4])], 0, state)
 
-    # init, start, generate, and prefill and copy of one bucket.
-    assert (before, short, engine.compile_count) == (5, 5, 6)
+    # init, start, spread, generate, and prefill and copy of one bucket.
+    assert (before, short, engine.compile_count) == (6, 6, 7)
 
 
 def test_weights_that_do_not_fit_are_refused_by_name(tiny):
@@ -205,9 +208,10 @@ def test_impossible_sizes_are_refused(tiny, sizes, message):
 
 def test_attention_over_a_part_of_the_cache_changes_nothing(tiny, prompts):
     engine, weights = tiny.engine, tiny.weights(0)
-    prefix = engine.prefill(weights, [prompts[5]], 0)
+    state = engine.init_state()
+    prefix = engine.prefill(weights, [Piece(prompts[5])], 0, state)
     # The other rows stand beyond the part that is attended to; they are masked.
-    long = engine.prefill(weights, [np.arange(30)], 0)
+    long = engine.prefill(weights, [Piece(np.arange(30))], 0, state)
     results = []
     for longest in (20, 48):
         state = engine.insert(prefix, engine.init_state(), [Entry(1, 0, SamplingParams(9, 1.0))])

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.inference.sampling import sample_tokens, seed_words
+from jaxrl.inference.sampling import How, draw, sample_tokens, seed_words
 
 sample = jax.jit(sample_tokens)
 
@@ -114,3 +114,85 @@ def test_seed_words_keeps_64_bits_and_wraps():
     np.testing.assert_array_equal(seed_words((5 << 32) + 7), [5, 7])
     np.testing.assert_array_equal(seed_words(-1), [0xFFFFFFFF, 0xFFFFFFFF])
     np.testing.assert_array_equal(seed_words(1 << 64), [0, 0])
+
+
+def _draw(logits, *, top_k=0, top_p=1.0, temperature=1.0, alternatives=0, wanted=None):
+    rows = len(logits)
+    how = How(
+        temperature=np.full(rows, temperature, np.float32),
+        top_k=np.full(rows, top_k, np.int32),
+        top_p=np.full(rows, top_p, np.float32),
+        seed=_seeds(rows),
+        alternatives=np.full(rows, alternatives if wanted is None else wanted, np.int32),
+    )
+    drawn = jax.jit(draw, static_argnames="alternatives")(
+        logits, how, np.zeros(rows, np.int32), alternatives=alternatives
+    )
+    return jax.tree.map(np.asarray, drawn)
+
+
+def _kept(logits, top_k, top_p):
+    """The tokens that sorting and adding up keeps, and their renormalised probabilities."""
+    probs = np.exp(logits - logits.max())
+    probs /= probs.sum()
+    order = np.argsort(-probs, kind="stable")[: top_k or None]
+    share = np.cumsum(probs[order]) / probs[order].sum()
+    order = order[: int(np.searchsorted(share, top_p - 1e-9)) + 1]
+    return {int(token): probs[token] / probs[order].sum() for token in order}
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p"), [(1, 1.0), (3, 1.0), (0, 0.5), (0, 0.05), (5, 0.7), (50, 0.9), (0, 0.999)]
+)
+def test_only_the_most_likely_tokens_are_drawn_with_their_renormalised_logprobs(top_k, top_p):
+    logits = np.random.default_rng(3).normal(0, 2, 37).astype(np.float32)
+    expected = _kept(logits.astype(np.float64), top_k, top_p)
+
+    drawn = _draw(np.tile(logits, (4000, 1)), top_k=top_k, top_p=top_p)
+
+    counts = np.bincount(drawn.token, minlength=37)
+    assert set(np.flatnonzero(counts)) <= set(expected)
+    for token, probability in expected.items():
+        np.testing.assert_allclose(counts[token] / 4000, probability, rtol=0, atol=0.03)
+    logps = [np.log(expected[int(token)]) for token in drawn.token]
+    np.testing.assert_allclose(drawn.logp, logps, rtol=0, atol=1e-5)
+
+
+def test_truncation_of_one_row_leaves_the_draws_of_the_others_as_they_were():
+    logits = np.random.default_rng(3).normal(0, 2, (6, 100)).astype(np.float32)
+    ones, zeros = np.ones(6, np.float32), np.zeros(6, np.int32)
+    plain = How(ones, zeros, ones, _seeds(6), zeros)
+    mixed = plain._replace(top_k=np.array([0, 0, 2, 0, 0, 0], np.int32))
+
+    alone, beside = (jax.jit(draw)(logits, how, zeros) for how in (plain, mixed))
+
+    others = np.array([0, 1, 3, 4, 5])
+    np.testing.assert_array_equal(alone.token[others], beside.token[others])
+    np.testing.assert_array_equal(alone.logp[others], beside.logp[others])
+
+
+def test_equally_likely_tokens_at_the_edge_are_all_kept():
+    drawn = _draw(np.zeros((2000, 10), np.float32), top_k=3)
+
+    assert set(drawn.token) == set(range(10))
+
+
+def test_greedy_ignores_truncation():
+    logits = np.random.default_rng(3).normal(0, 2, (3, 20)).astype(np.float32)
+
+    plain, cut = (_draw(logits, temperature=0.0, top_k=k, top_p=p) for k, p in ((0, 1.0), (2, 0.1)))
+
+    np.testing.assert_array_equal(plain.token, cut.token)
+    np.testing.assert_array_equal(plain.logp, cut.logp)
+
+
+def test_alternatives_are_the_most_likely_tokens_of_the_distribution_sampled_from():
+    logits = np.random.default_rng(3).normal(0, 2, (2, 30)).astype(np.float32)
+
+    drawn = _draw(logits, temperature=0.7, top_k=2, alternatives=4, wanted=3)
+
+    for row in range(2):
+        order = np.argsort(-logits[row])[:3]
+        kept = np.log(list(_kept(logits[row] / 0.7, 2, 1.0).values()))
+        np.testing.assert_array_equal(drawn.top_tokens[row], [*order, -1])
+        np.testing.assert_allclose(drawn.top_logps[row], [*kept, -np.inf, 0.0], rtol=0, atol=1e-5)

@@ -23,7 +23,7 @@ POLICIES = ("finish", "continue", "recompute")
 
 
 def _batcher(tiny, in_flight) -> Batcher:
-    return Batcher(tiny.engine, tiny.params[0], 0, in_flight=in_flight, prefix_cache=4)
+    return Batcher(tiny.engine, tiny.params[0], 0, in_flight=in_flight)
 
 
 def _requests(prompts, temperature, lengths) -> list[Request]:
@@ -101,7 +101,7 @@ def test_tokens_before_a_swap_are_those_of_a_run_without_it(tiny, prompts, in_fl
 def test_finish_serves_two_versions_at_once_and_then_lets_the_old_weights_go(tiny, prompts):
     weights = jax.tree.map(lambda x: x + 0, tiny.params[1])
     alive = weakref.ref(jax.tree.leaves(weights)[0])
-    batcher = Batcher(tiny.engine, weights, 1, in_flight="finish", prefix_cache=4)
+    batcher = Batcher(tiny.engine, weights, 1, in_flight="finish")
     del weights
     old = _requests(prompts[:2], 1.0, [9, 9])
     batcher.admit(old)
