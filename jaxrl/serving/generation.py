@@ -100,7 +100,7 @@ def _check_finite(chunk: Chunk) -> None:
 def _piece(chunk: Chunk, count: int, text: str, reason: Literal["stop"] | None) -> Piece:
     """The first `count` tokens of a chunk as a piece."""
     top: list[list[tuple[int, float]]] = [[] for _ in range(count)]
-    if getattr(chunk, "top_tokens", None) is not None:
+    if chunk.top_tokens is not None:
         rows = zip(chunk.top_tokens.tolist(), chunk.top_logprobs.tolist(), strict=True)
         # What top-k and top-p leave out has no probability, and -inf is no number in JSON.
         top = [[(i, x) for i, x in zip(*row, strict=True) if math.isfinite(x)] for row in rows]

@@ -148,20 +148,24 @@ class CompletionAnswer(Answer):
 
     def _logprobs(self, choice: _Choice, piece: Piece, offset: int) -> dict[str, Any]:
         label = self._texts.label
-        top = []
-        for alternatives in piece.top:
-            shown: dict[str, float] = {}
-            for id_, logprob in alternatives:
-                # Where two tokens look the same, the likelier one is shown.
-                shown.setdefault(label(id_), logprob)
-            top.append(shown)
+        rows = zip(piece.tokens, piece.logprobs, piece.top, strict=True)
         return {
             "tokens": [label(token) for token in piece.tokens],
             "token_logprobs": piece.logprobs,
-            "top_logprobs": top if self._ask.logprobs else None,
+            "top_logprobs": [self._top(*row) for row in rows] if self._ask.logprobs else None,
             "text_offset": choice.offsets(self._texts, offset, offset + len(piece.tokens)),
             "versions": piece.versions,
         }
+
+    def _top(
+        self, token: int, logprob: float, alternatives: list[tuple[int, float]]
+    ) -> dict[str, float]:
+        """The alternatives by their texts, and the sampled token, as in OpenAI's answers."""
+        shown: dict[str, float] = {}
+        for id_, value in [*alternatives, (token, logprob)]:
+            # Where two tokens look the same, the likelier one is shown.
+            shown.setdefault(self._texts.label(id_), value)
+        return shown
 
 
 class ChatAnswer(Answer):
