@@ -13,16 +13,19 @@ import numpy as np
 from google.protobuf.message import Message
 
 from jaxrl.data.tokenizers import Tokenizer
-from jaxrl.errors import RequestError
+from jaxrl.errors import DeadlineError, RequestError
 from jaxrl.serving import protocol
 from jaxrl.serving.backend import Backend
 from jaxrl.serving.generation import Generate, Piece
 from jaxrl.serving.merging import merged
-from jaxrl.serving.openai_requests import derived_seed
+from jaxrl.serving.openai_requests import MIN_TEMPERATURE, derived_seed
 from jaxrl.types import SamplingParams, WeightVersion
 
 MAX_SAMPLES = 128
 """The most completions of one request."""
+
+SMALLEST = {"temperature": MIN_TEMPERATURE, "top_p": 1e-6}
+"""Below these the model's float32 numbers overflow, or nothing is left to sample from."""
 
 
 async def decode(
@@ -35,6 +38,8 @@ async def decode(
     Closing the generator cancels what runs.
     """
     backend.ready()
+    if time_remaining is not None and time_remaining <= 0:
+        raise DeadlineError("the call's deadline was over before the request was read")
     # Encoding a long text takes a while: not here, where every other call would wait for it.
     generates = await asyncio.to_thread(generates_of, request, backend)
     limits = [generates[0].timeout, time_remaining, backend.timeout_s]
@@ -100,12 +105,15 @@ def prompt_of(request: Message, tokenizer: Tokenizer) -> np.ndarray:
 
 
 def _params(request: Message, stop_ids: Sequence[int]) -> SamplingParams:
-    """The sampling parameters; the driver checks their values."""
+    """The sampling parameters. The driver checks the other values."""
     given = {
         name: getattr(request, name)
         for name in ("temperature", "top_k", "top_p")
         if request.HasField(name)
     }
+    for name, least in SMALLEST.items():
+        if 0 < given.get(name, 0) < least:
+            raise RequestError(f"{name}={given[name]} is too small: it must be at least {least}")
     seed = request.seed if request.HasField("seed") else secrets.randbits(53)
     stops = tuple(dict.fromkeys((*stop_ids, *request.stop_token_ids)))
     return SamplingParams(
@@ -129,7 +137,8 @@ class Answer:
         self, request: Message, prompt_tokens: int, version_of: Callable[[int], WeightVersion]
     ):
         self._samples = request.num_samples or 1
-        self._logprobs = request.logprobs or request.top_logprobs > 0
+        self._top_logprobs = request.top_logprobs > 0
+        self._logprobs = request.logprobs or self._top_logprobs
         self._prompt_tokens = prompt_tokens
         self._version_of = version_of
         self._told: set[int] = set()
@@ -156,10 +165,10 @@ class Answer:
         sample.weight_versions.extend(piece.versions)
         if self._logprobs:
             sample.logprobs.extend(piece.logprobs)
-            for alternatives in piece.top:
-                if alternatives:
-                    ids, logprobs = zip(*alternatives, strict=True)
-                    sample.top_logprobs.add(token_ids=ids, logprobs=logprobs)
+        for alternatives in piece.top if self._top_logprobs else ():
+            entry = sample.top_logprobs.add()
+            entry.token_ids.extend(token for token, _ in alternatives)
+            entry.logprobs.extend(logprob for _, logprob in alternatives)
         self._completion_tokens += len(piece.tokens)
         if piece.finish_reason is not None:
             sample.finish_reason = piece.finish_reason

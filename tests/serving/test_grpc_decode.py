@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from serving.grpc_setup import (
     HEAD_FIELDS,
     OLD_FIELDS,
@@ -17,8 +19,10 @@ from serving.grpc_setup import (
 )
 
 from jaxrl.data.tokenizers import load_tokenizer
+from jaxrl.errors import DataError, RequestError
 from jaxrl.serving import protocol
-from jaxrl.serving.grpc_decode import prompt_of
+from jaxrl.serving.backend import Backend
+from jaxrl.serving.grpc_decode import generates_of, prompt_of
 from jaxrl.serving.openai_requests import derived_seed
 from jaxrl.types import SamplingParams, WeightVersion
 
@@ -232,3 +236,37 @@ def test_tokenizer_that_wants_no_beginning_gets_the_prompt_as_it_is():
     prompt = prompt_of(protocol.DecodeRequest(token_content=ids(50, 60)), BYTES)
 
     assert prompt.tolist() == [50, 60]
+
+
+WHOLE = protocol.DecodeRequest(
+    token_content=ids(*PROMPT),
+    max_tokens=6,
+    temperature=0.5,
+    top_k=4,
+    top_p=0.9,
+    seed=3,
+    stop=["ab"],
+    stop_token_ids=[4],
+    num_samples=2,
+    top_logprobs=2,
+    timeout_seconds=4.0,
+).SerializeToString()
+
+
+@given(
+    changes=st.lists(st.tuples(st.integers(0, len(WHOLE) - 1), st.integers(0, 255)), max_size=4),
+    length=st.integers(0, len(WHOLE)),
+)
+def test_damaged_request_is_read_or_refused_as_the_clients_mistake(changes, length):
+    data = bytearray(WHOLE)
+    for place, byte in changes:
+        data[place] = byte
+    backend = Backend("tiny")
+    backend.open(scripted())
+
+    try:
+        generates = generates_of(protocol.parse_request(bytes(data[:length])), backend)
+    except (RequestError, DataError):
+        return
+
+    assert all(len(generate.tokens) for generate in generates)
