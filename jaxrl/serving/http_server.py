@@ -120,7 +120,7 @@ class _Routes:
         except web.HTTPException as error:
             response = replies.http_error(error)
         except Exception as error:
-            _log(endpoint, error)
+            self._log(endpoint, error)
             response = replies.failure(error, basic=endpoint in _PAGES)
         self._metrics.responded(endpoint, response.status)
         return response
@@ -167,7 +167,7 @@ class _Routes:
             if request.transport is not None:
                 request.transport.abort()
         except Exception as error:
-            _log(request.path, error)
+            self._log(request.path, error)
             with contextlib.suppress(_ClientGoneError):
                 await _write(response, replies.error_object(error))
         return response
@@ -196,6 +196,14 @@ class _Routes:
     async def _page(self, request: web.Request) -> web.Response:
         text, headers = page()
         return web.Response(text=text, content_type="text/html", headers=headers)
+
+    def _log(self, path: str, error: Exception) -> None:
+        """Errors that are ours; those of clients are answered, and that is all. Once the driver has
+        failed everybody gets its error, and whoever runs the server reports it."""
+        driver = self._backend.driver
+        if status_of(error).http != 500 or (driver is not None and driver.failure is not None):
+            return
+        _LOGGER.error("%s: %s", path, error, exc_info=not isinstance(error, DriverError))
 
 
 class _ClientGoneError(Exception):
@@ -226,9 +234,3 @@ async def _write(response: web.StreamResponse, event: replies.Event) -> None:
             await response.write(replies.event_bytes(event))
     except (ConnectionError, TimeoutError) as error:
         raise _ClientGoneError from error
-
-
-def _log(path: str, error: Exception) -> None:
-    """Errors that are ours; those of clients are answered, and that is all."""
-    if status_of(error).http == 500:
-        _LOGGER.error("%s: %s", path, error, exc_info=not isinstance(error, DriverError))

@@ -16,6 +16,10 @@ from jaxrl.serving.fields import Fields
 MAX_PROMPTS = 128
 """The most prompts of one request."""
 
+CHARACTERS_PER_TOKEN = 128
+"""Longer texts are refused before they are encoded, which takes its time: the longest tokens of the
+usual vocabularies are about that many spaces."""
+
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -53,6 +57,7 @@ def _token_ids(ids: Any, backend: Backend) -> np.ndarray:
 
 def _encode_text(text: str, backend: Backend) -> np.ndarray:
     """A text as it is, special tokens and all, behind what the tokenizer wants before a text."""
+    check_characters(len(text), backend, "prompt")
     tokenizer = backend.tokenizer
     prefix = list(tokenizer.prompt_prefix)
     ids = encode_pieces([(text, True)], tokenizer)
@@ -61,6 +66,17 @@ def _encode_text(text: str, backend: Backend) -> np.ndarray:
     if not ids:
         raise FieldError("prompt is empty: it must hold something to complete", "prompt")
     return np.array(ids, np.int32)
+
+
+def check_characters(characters: int, backend: Backend, field: str) -> None:
+    """Raise `FieldError` for a text that is too long for the context, whatever it says."""
+    most = CHARACTERS_PER_TOKEN * backend.driver.engine.max_length
+    if characters > most:
+        raise FieldError(
+            f"{field} has {characters} characters: the context holds at most {most}",
+            field,
+            "context_length_exceeded",
+        )
 
 
 def read_messages(fields: Fields) -> list[dict[str, Any]]:
@@ -112,6 +128,7 @@ def encode_chat(backend: Backend, messages: list[dict[str, Any]]) -> np.ndarray:
     brings one. Raises `FieldError` for what the template refuses.
     """
     chat = backend.chat
+    check_characters(sum(len(message["content"]) for message in messages), backend, "messages")
     if chat.system and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": chat.system}, *messages]
     try:
