@@ -25,6 +25,14 @@ class QueueFullError(JaxrlError):
     """As many requests wait as the driver allows: try again later. Nothing was queued."""
 
 
+class NotReadyError(JaxrlError):
+    """The server still loads its weights, or shuts down: try again later, or elsewhere."""
+
+
+class AuthenticationError(JaxrlError):
+    """The request does not carry the token that the server asks for."""
+
+
 class NonFiniteError(JaxrlError):
     """An update met a loss or gradient that is not finite; the weights were left as they were."""
 

@@ -21,6 +21,12 @@ from jaxrl.errors import ConfigError
 NEW_TOKENS = 256
 """Longest completion of published weights, unless a flag says otherwise or the model is shorter."""
 
+SLOTS, SERVED_LENGTH = 8, 4096
+"""Sequences that published weights are served with at once, and the longest one, unless flags say
+otherwise: the caches of all slots stay in memory."""
+
+_PORT = rules.within(-1, 65535, "0: a free one, -1: none")
+
 _WEIGHTS = (
     "published model: a folder with config.json, model.safetensors and tokenizer.json, or a GGUF "
     "file; asked through its chat template where it has one"
@@ -149,6 +155,66 @@ class ConvertOptions:
         _check_source(self)
 
 
+@section("--")
+class ServeOptions:
+    """Flags of `jaxrl serve`."""
+
+    run: str = _run()
+    version: int = _version("serve")
+    weights: str = common("", "published model: a folder as of Hugging Face, or a GGUF file")
+    follow: bool = common(
+        False, "serve each new version of the run as it is published; with --run and no --version"
+    )
+    host: str = common(
+        "127.0.0.1",
+        "address to listen on; beyond loopback anybody who reaches it may ask, so set a token",
+        rules.non_empty(),
+    )
+    http_port: int = common(8000, "port of the HTTP API", _PORT)
+    grpc_port: int = common(9000, "port of the gRPC API", _PORT)
+    slots: int | None = common(
+        None,
+        f"sequences decoded at once; none for rollout.slots of the run, {SLOTS} with --weights",
+        rules.at_least(1),
+    )
+    max_length: int | None = common(
+        None,
+        "longest sequence in tokens, prompt and completion; none for what the model was made for, "
+        f"at most {SERVED_LENGTH}",
+        rules.at_least(2),
+    )
+    max_waiting: int = common(
+        256, "requests that may wait for a slot; more are refused", rules.at_least(1)
+    )
+    timeout_s: float = common(600.0, "longest time for one request in seconds", rules.seconds())
+    grace_s: float = common(
+        30.0,
+        "seconds that running requests have to end when the server is told to stop",
+        rules.at_least(0),
+    )
+    in_flight: Literal["run", "finish", "continue", "recompute"] = common(
+        "run", "what a sequence does when new weights arrive, as rollout.in_flight; run: as the run"
+    )
+    token_file: str = common(
+        "", "file with the token that clients must send; empty: that in JAXRL_SERVE_TOKEN, or none"
+    )
+    model_name: str = common("", "what clients call the model; empty: the name of folder or file")
+
+    def check(self) -> None:
+        """One source of weights, something to listen on, versions to follow."""
+        _check_source(self)
+        if self.follow and not self.run:
+            raise ConfigError("--follow needs --run: published weights have no later versions")
+        if self.follow and self.version >= 0:
+            raise ConfigError(
+                f"--version={self.version} pins the weights that --follow would replace"
+            )
+        if self.http_port == self.grpc_port == -1:
+            raise ConfigError("--http-port=-1 and --grpc-port=-1: nothing would be served")
+        if self.http_port == self.grpc_port > 0:
+            raise ConfigError(f"--http-port={self.http_port} and --grpc-port must differ")
+
+
 def published_config(options: ConvertOptions) -> ExperimentConfig:
     """The config that reads `options.weights` whole. Raises `ConfigError`."""
     from jaxrl.config.published import published_model
@@ -163,13 +229,39 @@ def published_config(options: ConvertOptions) -> ExperimentConfig:
     )
 
 
-def weights_config(options: EvalOptions | GenerateOptions | ConvertOptions) -> ExperimentConfig:
+def served_config(options: ServeOptions) -> ExperimentConfig:
+    """The config that serves `options.weights`. Raises `ConfigError`."""
+    from jaxrl.config.published import published_model
+    from jaxrl.data.model_files import has_chat_template
+
+    model = published_model(options.weights)
+    return ExperimentConfig(
+        # Many requests are worth the longer compilation.
+        model=dataclasses.replace(model, scan_layers=False),
+        data=DataConfig(
+            source="jsonl",
+            path="no data",
+            tokenizer=options.weights,
+            max_prompt_tokens=model.max_length - 1,
+            chat=has_chat_template(options.weights),
+        ),
+        train=TrainConfig(steps=0),
+        rollout=RolloutConfig(max_new_tokens=1, slots=SLOTS),
+        rewards=RewardConfig(scorer="last_number"),
+    )
+
+
+def weights_config(
+    options: EvalOptions | GenerateOptions | ConvertOptions | ServeOptions,
+) -> ExperimentConfig:
     """The config that serves `options.weights`. It exists in memory only, nothing is trained.
 
     Raises `ConfigError` for a model that cannot be read or is shorter than what is asked for.
     """
     if isinstance(options, ConvertOptions):
         return published_config(options)
+    if isinstance(options, ServeOptions):
+        return served_config(options)
     # Here, so that a mistake in other flags is told before numpy is imported.
     from jaxrl.config.published import published_model
     from jaxrl.data.model_files import has_chat_template
@@ -208,7 +300,7 @@ def weights_config(options: EvalOptions | GenerateOptions | ConvertOptions) -> E
     )
 
 
-def _check_source(options: EvalOptions | GenerateOptions | ConvertOptions) -> None:
+def _check_source(options: EvalOptions | GenerateOptions | ConvertOptions | ServeOptions) -> None:
     """Exactly one of --run and --weights, and no flag that belongs to the other."""
     if bool(options.run) == bool(options.weights):
         given = "both are given" if options.run else "neither is given"
@@ -217,7 +309,7 @@ def _check_source(options: EvalOptions | GenerateOptions | ConvertOptions) -> No
         raise ConfigError(
             f"--version={options.version} belongs to --run: --weights has no versions"
         )
-    if isinstance(options, ConvertOptions):
+    if isinstance(options, ConvertOptions | ServeOptions):
         return
     if options.run and options.system:
         raise ConfigError(

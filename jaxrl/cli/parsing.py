@@ -19,6 +19,7 @@ from jaxrl.cli.options import (
     ConvertOptions,
     EvalOptions,
     GenerateOptions,
+    ServeOptions,
     TrainOptions,
     weights_config,
 )
@@ -72,6 +73,13 @@ COMMANDS: dict[str, Command] = {
             positional="prompt",
         ),
         Command(
+            "serve",
+            "Serve a published model, or a run while it trains, over HTTP and gRPC.",
+            "jaxrl serve (--weights=PATH | --run=DIR [--follow]) [--http-port=N] ...",
+            "jaxrl.cli.serve",
+            ServeOptions,
+        ),
+        Command(
             "convert",
             "Write a weight version of a run, or a GGUF file, as a Hugging Face folder.",
             "jaxrl convert --run=DIR|--weights=PATH --to=FOLDER [--version=N]",
@@ -87,9 +95,9 @@ class Arguments:
     """A parsed command line.
 
     `options` is the record of the command's own flags (`TrainOptions`, `EvalOptions`,
-    `GenerateOptions`, `ConvertOptions`), `config` the validated config with `overrides` (path ->
-    text) applied: that of the config file, of the run's config.json, or the one that serves
-    published weights.
+    `GenerateOptions`, `ServeOptions`, `ConvertOptions`), `config` the validated config with
+    `overrides` (path -> text) applied: that of the config file, of the run's config.json, or the
+    one that serves published weights.
     """
 
     command: str

@@ -258,7 +258,7 @@ def _chars() -> tokenizers.Tokenizer:
 
 def _bytes() -> tokenizers.Tokenizer:
     vocabulary = {PAD: 0, BOS: 1, EOS: 2}
-    vocabulary |= {symbol: 3 + byte for byte, symbol in enumerate(_byte_symbols())}
+    vocabulary |= {symbol: 3 + byte for byte, symbol in enumerate(byte_symbols())}
     inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
     inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
         add_prefix_space=False, use_regex=False
@@ -267,7 +267,7 @@ def _bytes() -> tokenizers.Tokenizer:
     return inner
 
 
-def _byte_symbols() -> list[str]:
+def byte_symbols() -> list[str]:
     """The character that stands for each byte 0…255 in byte-level vocabularies (GPT-2's table).
 
     Printable bytes stand for themselves, the others for the characters from U+0100 on.

@@ -1,0 +1,128 @@
+"""The model that `jaxrl serve` serves, and the versions that follow while its run trains."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from jaxrl.cli.options import SERVED_LENGTH, ServeOptions
+from jaxrl.cli.published import load_weights, open_parts
+from jaxrl.errors import ConfigError, DriverError, JaxrlError
+from jaxrl.inference.driver import Driver
+from jaxrl.inference.engine import Engine
+from jaxrl.observe.logger import get_logger
+from jaxrl.orchestration.run_dir import RunDir
+from jaxrl.orchestration.session import Parts
+from jaxrl.serving.backend import Backend
+from jaxrl.types import WeightVersion
+from jaxrl.weights.store import WeightStore
+
+TOP_LOGPROBS = 20
+"""The most alternatives that a request may ask for, as OpenAI's API allows."""
+
+POLL_S = 1.0
+
+_LOGGER = get_logger("serving")
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """A started driver, and how its model is asked."""
+
+    parts: Parts
+    driver: Driver
+
+
+def load_served(args: Any) -> Served:
+    """Read the weights that the flags name and compile what serves them: takes its time.
+
+    Raises `ConfigError` and `CheckpointError`.
+    """
+    options: ServeOptions = args.options
+    parts = open_parts(args)
+    params, version = load_weights(args, parts)
+    engine = _engine(parts, options)
+    in_flight = args.config.rollout.in_flight if options.in_flight == "run" else options.in_flight
+    driver = Driver(
+        engine,
+        params,
+        version,
+        in_flight=in_flight,
+        tokenizer=parts.tokenizer,
+        # Their digest was computed when they were read, and so it is of those that follow.
+        verify=False,
+        max_waiting=options.max_waiting,
+    )
+    return Served(parts, driver.start())
+
+
+def _engine(parts: Parts, options: ServeOptions) -> Engine:
+    most = parts.model.config.max_length
+    length = min(most, SERVED_LENGTH) if options.max_length is None else options.max_length
+    if length > most:
+        raise ConfigError(f"--max-length={length} must be at most {most}, the model's own")
+    rollout, shards = parts.config.rollout, parts.row_shards
+    slots = rollout.slots if options.slots is None else options.slots
+    return Engine(
+        parts.model,
+        slots=-(-slots // shards) * shards,
+        max_length=length,
+        steps_per_dispatch=rollout.steps_per_dispatch,
+        max_stop_tokens=max(8, len(parts.stop_ids)),
+        top_logprobs=min(TOP_LOGPROBS, parts.model.config.vocab_size),
+        mesh=parts.mesh,
+    )
+
+
+class Follower:
+    """Serves each new version of a run as it is published, from a thread, until `stop`.
+
+    A version that cannot be read or fitted is reported, and the present one goes on serving.
+    """
+
+    def __init__(self, args: Any, parts: Parts, backend: Backend, *, poll_s: float = POLL_S):
+        self._backend, self._poll_s = backend, poll_s
+        self._store = WeightStore(RunDir(args.options.run).weights, read_only=True)
+        self._read: Callable[[int], tuple[Any, WeightVersion]] = lambda number: load_weights(
+            _with_version(args, number), parts
+        )
+        self._stopped = threading.Event()
+        self._complaint = ""
+        self._thread = threading.Thread(target=self._run, name="jaxrl-follower", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Look for no more versions; one that is being read is dropped when it has been."""
+        self._stopped.set()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self._poll_s):
+            try:
+                self._look()
+            except DriverError:
+                return
+            except (JaxrlError, ValueError, OSError) as error:
+                self._complain(str(error))
+
+    def _look(self) -> None:
+        newest = self._store.numbers()[-1:]
+        if not newest or newest[0] <= self._backend.driver.version.number:
+            return
+        params, version = self._read(newest[0])
+        if not self._stopped.is_set():
+            self._backend.set_weights(params, version)
+            self._complaint = ""
+            _LOGGER.info("now serving weights %s", version)
+
+    def _complain(self, complaint: str) -> None:
+        """Once: the same thing goes wrong again at every look."""
+        if complaint != self._complaint:
+            self._complaint = complaint
+            _LOGGER.warning("cannot follow the run, trying again: %s", complaint)
+
+
+def _with_version(args: Any, number: int) -> Any:
+    options = dataclasses.replace(args.options, version=number, follow=False)
+    return dataclasses.replace(args, options=options)
