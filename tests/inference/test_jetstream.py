@@ -306,6 +306,22 @@ def test_a_prompt_in_chunks_gives_the_bits_of_the_whole_prompt(engine, weights, 
         np.testing.assert_array_equal(one[..., :39, :], other[..., :39, :])
 
 
+def test_whole_pieces_of_an_existing_prefix_are_used_not_computed_again(engine, weights):
+    prompt, other = np.arange(20) % 40, np.arange(20, 40) % 40
+
+    def kv_after(computed):
+        prefix, _ = prefill(engine, weights, computed[:16])
+        existing = later_jetstream.ExistingPrefix(prefix["cache"], jnp.asarray(prompt[:16]))
+        done, _ = prefill(engine, weights, prompt[16:], existing_prefix=existing)
+        return jax.tree.leaves(done.cache.kv)
+
+    # A cache of other tokens than it says shows up in what is made of it.
+    honest, wrong = kv_after(prompt), kv_after(other)
+
+    assert not np.array_equal(honest[0][..., :16, :], wrong[0][..., :16, :])
+    assert not np.array_equal(honest[-1][..., 16:20, :], wrong[-1][..., 16:20, :])
+
+
 def test_the_cache_of_older_weights_is_not_used(tiny, engine, weights):
     prompt = np.arange(32) % 40
     prefix, _ = prefill(engine, weights, prompt[:16])

@@ -89,3 +89,8 @@ def test_sampled_tokens_carry_our_logprobs_and_versions(result):
         np.testing.assert_allclose(
             verbs["logprobs"][slot][:n], verbs["expected_logprobs"][slot], rtol=0, atol=1e-5
         )
+
+
+def test_the_examples_of_the_page_run(result):
+    assert 1 <= len(result["page"]["tokens"]) <= 5
+    assert result["page"]["versions"] == [-1, -1]  # both slots are empty
