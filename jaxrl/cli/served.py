@@ -69,6 +69,7 @@ def _engine(parts: Parts, options: ServeOptions) -> Engine:
         parts.model,
         slots=-(-slots // shards) * shards,
         max_length=length,
+        prefill_buckets=[size for size in rollout.prefill_buckets if size <= length],
         steps_per_dispatch=rollout.steps_per_dispatch,
         max_stop_tokens=max(8, len(parts.stop_ids)),
         top_logprobs=min(TOP_LOGPROBS, parts.model.config.vocab_size),
