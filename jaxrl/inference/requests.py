@@ -14,6 +14,8 @@ from jaxrl.inference.state import FIELDS
 from jaxrl.inference.streaming import Channel, Chunk
 from jaxrl.types import Completion, SamplingParams
 
+_SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Limits:
@@ -61,11 +63,16 @@ def _check_params(params: SamplingParams, limits: Limits) -> None:
         raise RequestError(f"max_tokens={params.max_tokens!r} must be an integer of at least 1")
     if not math.isfinite(params.temperature) or params.temperature < 0:
         raise RequestError(f"temperature={params.temperature!r} must be finite and at least 0")
+    if params.temperature and not _SMALLEST <= params.temperature <= _LARGEST:
+        raise RequestError(
+            f"temperature={params.temperature!r} must be 0 or between {_SMALLEST:.2g} and "
+            f"{_LARGEST:.2g}, which float32 holds"
+        )
     if not _is_int(params.seed):
         raise RequestError(f"seed={params.seed!r} must be an integer")
-    if not _is_int(params.top_k) or params.top_k < 0:
-        raise RequestError(f"top_k={params.top_k!r} must be an integer of at least 0 (0: all)")
-    if not 0 < params.top_p <= 1:
+    if not _is_int(params.top_k) or not 0 <= params.top_k < 2**31:
+        raise RequestError(f"top_k={params.top_k!r} must be an integer from 0 (all) to 2**31 - 1")
+    if not _SMALLEST <= params.top_p <= 1:
         raise RequestError(f"top_p={params.top_p!r} must be above 0 and at most 1")
     if not _is_int(params.top_logprobs) or not 0 <= params.top_logprobs <= limits.top_logprobs:
         raise RequestError(

@@ -85,32 +85,39 @@ def spread_row(cache: KVCache, spread: Spread, *, block: int, split: bool) -> KV
 
     `split`: slots lie on different devices.
     """
-
-    def take(leaf: jax.Array, start: jax.Array) -> jax.Array:
-        axis = leaf.ndim - 4
-        if split:
-            part = lax.dynamic_slice_in_dim(leaf, start, block, axis=leaf.ndim - 2)
-            row = pick_row(jnp.moveaxis(part, axis, 0), spread.source)
-            return jnp.expand_dims(row, axis)
-        shape = list(leaf.shape)
-        shape[axis], shape[-2] = 1, block
-        begin = [0] * leaf.ndim
-        begin[axis], begin[-2] = spread.source, start
-        return lax.dynamic_slice(leaf, begin, shape)
+    copy = _copy_split_block if split else _copy_block
 
     def one_block(i: jax.Array, cache: KVCache) -> KVCache:
-        start = i * block
-        pieces = jax.tree.map(lambda leaf: take(leaf, start), cache)
-        # Without the barrier, reading and writing become one kernel, which copies the whole cache.
-        pieces = lax.optimization_barrier(pieces)
-
-        def one_target(j: jax.Array, cache: KVCache) -> KVCache:
-            slot = spread.targets[j]
-            return jax.tree.map(lambda old, new: _write(old, new, slot, start), cache, pieces)
-
-        return lax.fori_loop(0, spread.count, one_target, cache)
+        return jax.tree.map(lambda leaf: copy(leaf, spread, i * block, block), cache)
 
     return lax.fori_loop(0, spread.blocks, one_block, cache)
+
+
+def _copy_block(leaf: jax.Array, spread: Spread, start: jax.Array, block: int) -> jax.Array:
+    """One block of leaf [..., B, K, S, H] from the source into the targets, one by one."""
+    shape, begin = list(leaf.shape), [0] * leaf.ndim
+    shape[-4], shape[-2] = 1, block
+    begin[-4], begin[-2] = spread.source, start
+    # Without the barrier, reading and writing become one kernel, which copies the whole cache.
+    piece = lax.optimization_barrier(lax.dynamic_slice(leaf, begin, shape))
+
+    def one_target(j: jax.Array, leaf: jax.Array) -> jax.Array:
+        return _write(leaf, piece, spread.targets[j], start)
+
+    return lax.fori_loop(0, spread.count, one_target, leaf)
+
+
+def _copy_split_block(leaf: jax.Array, spread: Spread, start: jax.Array, block: int) -> jax.Array:
+    """`_copy_block` where slots lie on different devices: each writes a block of all its slots, and
+    the source's block is the only thing that travels."""
+    slots, entries = leaf.ndim - 4, leaf.ndim - 2
+    part = lax.dynamic_slice_in_dim(leaf, start, block, axis=entries)
+    row = jnp.expand_dims(pick_row(jnp.moveaxis(part, slots, 0), spread.source), slots)
+    index = jnp.arange(leaf.shape[slots])
+    wanted = jnp.arange(len(spread.targets)) < spread.count
+    target = jnp.any((index[:, None] == spread.targets) & wanted, axis=1)
+    part = jnp.where(target[:, None, None, None], row, part)
+    return lax.dynamic_update_slice_in_dim(leaf, part, start, axis=entries)
 
 
 def _write(leaf: jax.Array, piece: jax.Array, slot: jax.Array, entry: jax.Array) -> jax.Array:
