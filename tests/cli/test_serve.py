@@ -261,7 +261,7 @@ def test_missing_package_is_named_with_its_extra(published, monkeypatch):
         (["--weights=a", "--follow"], "--follow needs --run"),
         (
             ["--run=a", "--follow", "--version=3"],
-            "--version=3 pins the weights that --follow would",
+            "--version=3 pins the weights",
         ),
         (["--weights=a", "--http-port=-1", "--grpc-port=-1"], "nothing would be served"),
         (["--weights=a", "--http-port=5000", "--grpc-port=5000"], "must differ"),
