@@ -281,7 +281,7 @@ def _follow(folder, cache):
     return _arguments(
         f"--run={folder}",
         "--follow",
-        "--config.rollout.prefill_buckets=64",
+        "--config.rollout.prefill_buckets=24",
         f"--config.observe.compilation_cache={cache}",
     )
 
