@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -29,6 +30,7 @@ from jaxrl.serving.backend import Backend
 from jaxrl.weights.digest import compute_digest, stamp
 from jaxrl.weights.store import WeightStore
 
+ROOT = Path(__file__).resolve().parents[2]
 MODEL = ModelConfig(
     n_layers=1,
     d_model=16,
@@ -107,8 +109,14 @@ class Server:
         return code
 
 
+@pytest.fixture(scope="module")
+def programs():
+    """The folder of compiled programs that all tests share: compiling is what a start costs."""
+    return ROOT / ".pytest_cache" / "jax"
+
+
 @pytest.fixture
-def start(repo_root, cache, published):
+def start(repo_root, programs, published):
     """Function (flags…, code=) -> a running server of the tiny model."""
     env = {**os.environ, "PYTHONPATH": str(repo_root), "JAX_PLATFORMS": "cpu"}
     env.pop("XLA_FLAGS", None)
@@ -117,9 +125,8 @@ def start(repo_root, cache, published):
     def run(*flags, code="from jaxrl.cli.main import main; import sys; sys.exit(main())"):
         command = [sys.executable, "-c", code, "serve", f"--weights={published[0]}"]
         command += ["--http-port=0", "--grpc-port=-1", "--slots=2", *flags]
-        # One program for prompts: compiling is what such a start costs.
         command += ["--config.rollout.prefill_buckets=64"]
-        command += [f"--config.observe.compilation_cache={cache}"]
+        command += [f"--config.observe.compilation_cache={programs}"]
         started.append(Server(command, env))
         return started[-1]
 
@@ -277,12 +284,12 @@ def test_flags_that_contradict_are_refused_before_anything_is_read(flags, messag
         _arguments(*flags)
 
 
-def _follow(folder, cache):
+def _follow(folder, programs):
     return _arguments(
         f"--run={folder}",
         "--follow",
         "--config.rollout.prefill_buckets=24",
-        f"--config.observe.compilation_cache={cache}",
+        f"--config.observe.compilation_cache={programs}",
     )
 
 
@@ -315,9 +322,9 @@ def run_folder(tmp_path):
     return folder.path, publish
 
 
-def test_follower_serves_each_new_version_of_the_run(run_folder, cache):
+def test_follower_serves_each_new_version_of_the_run(run_folder, programs):
     folder, publish = run_folder
-    args = _follow(folder, cache)
+    args = _follow(folder, programs)
     loaded = served.load_served(args)
     backend = Backend("run")
     backend.open(loaded.driver)
@@ -339,9 +346,9 @@ def test_follower_serves_each_new_version_of_the_run(run_folder, cache):
     assert last == second
 
 
-def test_follower_reports_a_damaged_version_once_and_goes_on(run_folder, cache, caplog):
+def test_follower_reports_a_damaged_version_once_and_goes_on(run_folder, programs, caplog):
     folder, publish = run_folder
-    args = _follow(folder, cache)
+    args = _follow(folder, programs)
     loaded = served.load_served(args)
     backend = Backend("run")
     backend.open(loaded.driver)
