@@ -234,6 +234,9 @@ def served_config(options: ServeOptions) -> ExperimentConfig:
     from jaxrl.config.published import published_model
     from jaxrl.data.model_files import has_chat_template
 
+    run = os.path.dirname(os.path.abspath(options.weights))
+    if os.path.isdir(os.path.join(options.weights, "0", "stamp")):
+        raise ConfigError(f"--weights={options.weights} holds versions of a run: use --run={run}")
     model = published_model(options.weights)
     return ExperimentConfig(
         # Many requests are worth the longer compilation.

@@ -250,6 +250,13 @@ def test_longer_context_than_the_models_is_the_users_mistake(jaxrl, published):
     assert "--max-length=65 must be at most 64" in log
 
 
+def test_store_of_a_run_is_served_by_its_run(run_folder):
+    folder, _ = run_folder
+
+    with pytest.raises(ConfigError, match=f"holds versions of a run: use --run={folder}"):
+        _arguments(f"--weights={folder / 'weights'}")
+
+
 def test_missing_package_is_named_with_its_extra(published, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(
