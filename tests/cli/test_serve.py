@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -250,11 +251,21 @@ def test_longer_context_than_the_models_is_the_users_mistake(jaxrl, published):
     assert "--max-length=65 must be at most 64" in log
 
 
-def test_store_of_a_run_is_served_by_its_run(run_folder):
+def test_store_of_a_run_stands_for_the_run(run_folder):
     folder, _ = run_folder
 
-    with pytest.raises(ConfigError, match=f"holds versions of a run: use --run={folder}"):
-        _arguments(f"--weights={folder / 'weights'}")
+    by_store = _arguments(f"--weights={folder / 'weights'}", "--version=0")
+    by_run = _arguments(f"--run={folder}", "--version=0")
+
+    assert by_store == by_run
+
+
+def test_store_without_its_run_is_refused(run_folder, tmp_path):
+    folder, _ = run_folder
+    shutil.copytree(folder / "weights", tmp_path / "weights")
+
+    with pytest.raises(ConfigError, match=f"versions of a run, but {tmp_path} is no run"):
+        _arguments(f"--weights={tmp_path / 'weights'}")
 
 
 def test_missing_package_is_named_with_its_extra(published, monkeypatch):
