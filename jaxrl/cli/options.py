@@ -161,7 +161,11 @@ class ServeOptions:
 
     run: str = _run()
     version: int = _version("serve")
-    weights: str = common("", "published model: a folder as of Hugging Face, or a GGUF file")
+    weights: str = common(
+        "",
+        "published model: a folder as of Hugging Face, or a GGUF file; the folder `weights` of a "
+        "run stands for the run",
+    )
     follow: bool = common(
         False, "serve each new version of the run as it is published; with --run and no --version"
     )
@@ -182,6 +186,18 @@ class ServeOptions:
         "longest sequence in tokens, prompt and completion; none for what the model was made for, "
         f"at most {SERVED_LENGTH}",
         rules.at_least(2),
+    )
+    prefill_chunk: int = common(
+        128,
+        "tokens of a prompt that are computed at once, between which running sequences go on: "
+        "fewer for smoother streams, more for faster prompts",
+        rules.at_least(1),
+    )
+    prefix_cache_mb: int | None = common(
+        None,
+        "memory for beginnings of prompts that later ones share, in MiB; none for a quarter of the "
+        "slots' cache, at least 64",
+        rules.at_least(0),
     )
     max_waiting: int = common(
         256, "requests that may wait for a slot; more are refused", rules.at_least(1)
@@ -213,6 +229,18 @@ class ServeOptions:
             raise ConfigError("--http-port=-1 and --grpc-port=-1: nothing would be served")
         if self.http_port == self.grpc_port > 0:
             raise ConfigError(f"--http-port={self.http_port} and --grpc-port must differ")
+
+
+def store_as_run(given: dict[str, str]) -> dict[str, str]:
+    """Flags of `serve` whose weights are the store of a run, with the run instead: a store alone
+    does not know its model."""
+    store = given.get("weights", "")
+    if given.get("run") or not os.path.isdir(os.path.join(store, "0", "stamp")):
+        return given
+    run = os.path.dirname(os.path.abspath(store))
+    if not os.path.isfile(os.path.join(run, "config.json")):
+        raise ConfigError(f"--weights={store} holds versions of a run, but {run} is no run")
+    return {**{name: value for name, value in given.items() if name != "weights"}, "run": run}
 
 
 def published_config(options: ConvertOptions) -> ExperimentConfig:

@@ -21,6 +21,7 @@ from jaxrl.cli.options import (
     GenerateOptions,
     ServeOptions,
     TrainOptions,
+    store_as_run,
     weights_config,
 )
 from jaxrl.config import kinds
@@ -118,6 +119,8 @@ def parse_arguments(command: Command, argv: Sequence[str]) -> Arguments:
     """Arguments after the command's name -> the record. Raises `ConfigError`."""
     given, words = _read_flags(command, argv)
     overrides = {k.removeprefix(_CONFIG): v for k, v in given.items() if k.startswith(_CONFIG)}
+    if command.name == "serve":
+        given = store_as_run(given)
     options = _read_options(command, given, words)
     if command.name == "train":
         config = load_config_file(options.config)

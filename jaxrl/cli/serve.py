@@ -74,7 +74,7 @@ async def _serve(args: Any, token: str | None) -> bool:
     async with _listening(backend, options, token) as addresses:
         for address in addresses:
             _say(f"listening on {address}, loading {backend.name}")
-        loading = _in_thread(lambda: _load(args))
+        loading = _in_thread(lambda: _load(args, backend))
         await asyncio.wait([loading, stopping], return_when=asyncio.FIRST_COMPLETED)
         if not loading.done():
             _say("stopped while loading")
@@ -95,10 +95,13 @@ def _model_name(options: ServeOptions) -> str:
     return options.model_name or path.name.removesuffix(".gguf")
 
 
-def _load(args: Any) -> Served:
+def _load(args: Any, backend: Backend) -> Served:
+    """The model, which `backend` serves from then on."""
     from jaxrl.cli.served import load_served
 
-    return load_served(args)
+    served = load_served(args)
+    backend.open(served.driver, chat=served.parts.chat, stop_ids=served.parts.stop_ids)
+    return served
 
 
 @contextlib.asynccontextmanager
@@ -126,13 +129,12 @@ async def _listening(
 
 @contextlib.asynccontextmanager
 async def _driving(args: Any, backend: Backend, served: Served) -> AsyncIterator[asyncio.Future]:
-    """The backend is open; the future is done when the driver has ended by itself."""
+    """The driver at work, and versions followed; the future is done when it has ended by itself."""
     from jaxrl.cli.served import Follower
 
     loop, driver = asyncio.get_running_loop(), served.driver
     ended = loop.create_future()
     driver.add_done_callback(lambda: loop.call_soon_threadsafe(_settle, ended, None, None))
-    backend.open(driver, chat=served.parts.chat, stop_ids=served.parts.stop_ids)
     follower = Follower(args, served.parts, backend) if args.options.follow else None
     try:
         yield ended

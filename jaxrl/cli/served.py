@@ -43,7 +43,7 @@ def load_served(args: Any) -> Served:
     options: ServeOptions = args.options
     parts = open_parts(args)
     params, version = load_weights(args, parts)
-    engine = _engine(parts, options)
+    engine, kept = _engine(parts, options), options.prefix_cache_mb
     in_flight = args.config.rollout.in_flight if options.in_flight == "run" else options.in_flight
     driver = Driver(
         engine,
@@ -54,6 +54,8 @@ def load_served(args: Any) -> Served:
         # Their digest was computed when they were read, and so it is of those that follow.
         verify=False,
         max_waiting=options.max_waiting,
+        prefill_budget=options.prefill_chunk,
+        prefix_cache_bytes=None if kept is None else kept << 20,
     )
     return Served(parts, driver.start())
 
@@ -69,6 +71,8 @@ def _engine(parts: Parts, options: ServeOptions) -> Engine:
         parts.model,
         slots=-(-slots // shards) * shards,
         max_length=length,
+        prefill_chunk=min(options.prefill_chunk, length),
+        prefill_buckets=[size for size in rollout.prefill_buckets if size <= length],
         steps_per_dispatch=rollout.steps_per_dispatch,
         max_stop_tokens=max(8, len(parts.stop_ids)),
         top_logprobs=min(TOP_LOGPROBS, parts.model.config.vocab_size),

@@ -145,7 +145,9 @@ class Engine:
         buckets = self.prefill_buckets if prefill_buckets is None else prefill_buckets
         keys = [("generate", attend) for attend in self.attend_buckets]
         keys += [(verb, bucket) for bucket in buckets for verb in ("prefill", "copy")]
-        keys += [("init",), ("start",), ("spread",)]
+        keys += [("init",), ("start",)]
+        if self.cache_length > self.prefill_chunk:
+            keys += [("spread",)]
         # Compilers run outside Python's lock.
         with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
             list(pool.map(lambda key: self._program(*key), keys))

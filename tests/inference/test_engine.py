@@ -162,7 +162,6 @@ def test_nothing_compiles_after_warm_up(tiny, prompts):
     state = engine.init_state()
     prefix = engine.prefill(tiny.weights(2), [Piece(p) for p in prompts[:2]], 1, state)
     state = engine.insert(prefix, state, [Entry(0, 1, SamplingParams(3))], resume=True)
-    engine.spread(state, 0, [1, 2], engine.prefill_chunk)
 
     assert engine.compile_count == before
     assert compiled == []
@@ -177,8 +176,8 @@ def test_warm_up_for_some_prompts_leaves_the_others_for_later(tiny, prompts):
     short = engine.compile_count
     engine.prefill(tiny.params[0], [Piece(prompts[4])], 0, state)
 
-    # init, start, spread, generate, and prefill and copy of one bucket.
-    assert (before, short, engine.compile_count) == (6, 6, 7)
+    # init, start, generate, and prefill and copy of one bucket.
+    assert (before, short, engine.compile_count) == (5, 5, 6)
 
 
 def test_weights_that_do_not_fit_are_refused_by_name(tiny):

@@ -6,9 +6,13 @@ import json
 import socket
 
 import pytest
-from serving.servers import NAME
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from serving.servers import NAME, serving
 
+from jaxrl.errors import DataError, RequestError
 from jaxrl.serving.http_server import MAX_BODY
+from jaxrl.serving.openai_requests import Ask, read_chat, read_completion
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -204,8 +208,6 @@ def test_other_paths_and_methods_are_errors_in_the_same_form(shared):
 
 
 def test_model_without_a_template_refuses_chats(tiny):
-    from serving.servers import serving
-
     with tiny.driver() as driver, serving(driver) as server:
         status, error = refusal(server, CHAT, {"messages": MESSAGES})
 
@@ -217,6 +219,39 @@ def test_fields_without_effect_are_accepted(shared):
     neutral = {"presence_penalty": 0, "logit_bias": {}, "best_of": 1, "suffix": None, "seed": None}
 
     assert shared.complete(prompt="Hi", max_tokens=1, **ignored, **neutral)[0] == 200
+
+
+NUMBERS = st.integers(-3, 40) | st.integers() | st.floats()
+SCALARS = st.none() | st.booleans() | NUMBERS | st.text(max_size=4)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["role", "content", "type", "text"]), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+NAMES = ["model", "prompt", "messages", "max_tokens", "temperature", "top_p", "top_k", "n", "seed"]
+NAMES += ["stop", "stream", "stream_options", "logprobs", "top_logprobs", "echo", "tools", "user"]
+
+
+@settings(
+    max_examples=300,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=6), st.booleans())
+def test_any_object_is_read_or_refused_with_a_reason(shared, fields, chat):
+    given_ones = {"messages": MESSAGES} if chat else {"prompt": "Hi"}
+    raw = json.dumps({**given_ones, **fields}).encode()
+
+    try:
+        ask = (read_chat if chat else read_completion)(raw, shared.backend)
+    except (RequestError, DataError):
+        return  # any other error is one of ours
+
+    assert isinstance(ask, Ask)
+    assert len(ask.generations()) == len(ask.prompts) * ask.n
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,392 @@
+"""`jaxrl serve` as a process: ready, drained, cancelled, failed; and the versions of a run."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxrl.cli import parsing, serve, served
+from jaxrl.config import DataConfig, ExperimentConfig, ModelConfig, RolloutConfig, TrainConfig
+from jaxrl.config.serialize import save_config
+from jaxrl.data.tokenizers import load_tokenizer
+from jaxrl.errors import ConfigError
+from jaxrl.models.model import build_model, init_params
+from jaxrl.models.safetensors import save_params
+from jaxrl.orchestration.run_dir import RunDir
+from jaxrl.serving.backend import Backend
+from jaxrl.weights.digest import compute_digest, stamp
+from jaxrl.weights.store import WeightStore
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = ModelConfig(
+    n_layers=1,
+    d_model=16,
+    n_heads=2,
+    n_kv_heads=1,
+    head_dim=8,
+    mlp_dim=32,
+    vocab_size=259,
+    max_length=64,
+)
+LONG = {"prompt": "Hi", "max_tokens": 60, "n": 64, "stream": True, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """(folder with a tiny random model, digest of its weights)."""
+    folder = tmp_path_factory.mktemp("published") / "tiny"
+    built = build_model(MODEL)
+    params = init_params(built, 3)
+    save_params(folder, built, params)
+    load_tokenizer("bytes").save(folder)
+    return folder, compute_digest(params)
+
+
+class Server:
+    """A `jaxrl serve` that runs; `lines` is what it has written to stderr."""
+
+    def __init__(self, command, env):
+        self.process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
+        self.lines = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self):
+        for line in self.process.stderr:
+            self.lines.append(line.rstrip())
+
+    def wait_for(self, pattern):
+        """The match of the first line with it."""
+        deadline = time.monotonic() + 240
+        while True:
+            found = [m for line in self.lines if (m := re.search(pattern, line))]
+            if found:
+                return found[0]
+            assert self.process.poll() is None, self.lines
+            assert time.monotonic() < deadline, self.lines
+            time.sleep(0.02)
+
+    def request(self, method, path, body=None):
+        """(status, body) over HTTP."""
+        port = int(self.wait_for(r"listening on http://127\.0\.0\.1:(\d+)")[1])
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+        headers = {"Content-Type": "application/json"} if body else {}
+        with contextlib.closing(connection):
+            connection.request(method, path, json.dumps(body) if body else None, headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode()
+
+    @contextlib.contextmanager
+    def streaming(self):
+        """A stream whose first event has come."""
+        port = int(self.wait_for(r"listening on http://127\.0\.0\.1:(\d+)")[1])
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+        with contextlib.closing(connection):
+            raw = json.dumps(LONG)
+            connection.request("POST", "/v1/completions", raw, {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            assert answer.status == 200
+            assert answer.readline().startswith(b"data: ")
+            yield answer
+
+    def ended(self):
+        """The exit code, once there is one."""
+        code = self.process.wait(120)
+        self._reader.join(60)
+        return code
+
+
+@pytest.fixture(scope="module")
+def programs():
+    """The folder of compiled programs that all tests share: compiling is what a start costs."""
+    return ROOT / ".pytest_cache" / "jax"
+
+
+@pytest.fixture
+def start(repo_root, programs, published):
+    """Function (flags…, code=) -> a running server of the tiny model."""
+    env = {**os.environ, "PYTHONPATH": str(repo_root), "JAX_PLATFORMS": "cpu"}
+    env.pop("XLA_FLAGS", None)
+    started = []
+
+    def run(*flags, code="from jaxrl.cli.main import main; import sys; sys.exit(main())"):
+        command = [sys.executable, "-c", code, "serve", f"--weights={published[0]}"]
+        command += ["--http-port=0", "--grpc-port=-1", "--slots=2", *flags]
+        command += ["--config.rollout.prefill_buckets=64"]
+        command += [f"--config.observe.compilation_cache={programs}"]
+        started.append(Server(command, env))
+        return started[-1]
+
+    yield run
+    for server in started:
+        server.process.kill()
+        server.process.wait()
+        server._reader.join(60)
+        server.process.stderr.close()
+
+
+def test_server_is_up_at_once_ready_later_and_drains_when_told_to_stop(start, published):
+    server = start()
+
+    early = server.request("GET", "/health")
+    server.wait_for(rf"ready: tiny v0:{published[1][:12]} on http://")
+    ready = server.request("GET", "/health")
+    with server.streaming() as answer:
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_for("stopping: ")
+        draining, refused = server.request("GET", "/health"), server.request("GET", "/v1/models")
+        rest = answer.read().decode()
+    code = server.ended()
+
+    assert early == (503, '{"status":"loading"}')
+    assert ready == (200, '{"status":"ready"}')
+    assert draining == (503, '{"status":"draining"}')
+    assert refused[0] == 503
+    assert rest.endswith("data: [DONE]\n\n")
+    assert rest.count('"finish_reason":"length"') == 64
+    assert code == 0, server.lines
+    assert not any("Traceback" in line for line in server.lines)
+
+
+@pytest.mark.slow
+def test_server_cancels_what_is_left_after_the_grace(start):
+    server = start("--grace-s=0")
+    server.wait_for("ready: ")
+
+    with server.streaming() as answer:
+        server.process.send_signal(signal.SIGINT)
+        rest = answer.read().decode()
+    code = server.ended()
+
+    assert '"code":"not_ready"' in rest
+    assert "[DONE]" not in rest
+    assert code == 0, server.lines
+    assert any("cancelled after 0 s" in line for line in server.lines)
+
+
+@pytest.mark.slow
+def test_second_signal_ends_the_server_at_once(start):
+    server = start()
+    server.wait_for("ready: ")
+
+    with server.streaming():
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_for("stopping: ")
+        server.process.send_signal(signal.SIGTERM)
+        code = server.ended()
+
+    assert code == 128 + signal.SIGTERM
+
+
+@pytest.mark.slow
+def test_signal_while_the_model_loads_ends_the_server_in_order(start):
+    server = start()
+    server.wait_for("listening on")
+
+    server.process.send_signal(signal.SIGTERM)
+
+    assert server.ended() == 0, server.lines
+    assert any("stopped while loading" in line for line in server.lines)
+
+
+@pytest.mark.slow
+def test_failed_engine_ends_the_server_with_its_cause(start):
+    server = start(
+        code="import sys\n"
+        "from jaxrl.cli.main import main\n"
+        "from jaxrl.inference.engine import Engine\n"
+        "real, calls = Engine.generate, []\n"
+        "def generate(*args, **kwargs):\n"
+        "    calls.append(1)\n"
+        "    if len(calls) > 3:\n"
+        "        raise RuntimeError('the chip is gone')\n"
+        "    return real(*args, **kwargs)\n"
+        "Engine.generate = generate\n"
+        "sys.exit(main())\n"
+    )
+    server.wait_for("ready: ")
+
+    with server.streaming() as answer:
+        rest = answer.read().decode()
+    code = server.ended()
+
+    assert '"code":"engine_failed"' in rest
+    assert code == 1
+    assert any(
+        "error: the decode engine failed: RuntimeError: the chip is gone" in line
+        for line in server.lines
+    )
+
+
+def test_port_that_is_taken_is_the_users_mistake(jaxrl, published):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        flags = [f"--weights={published[0]}", f"--http-port={port}", "--grpc-port=-1"]
+        code, _, log = jaxrl("serve", *flags)
+
+    assert code == 2
+    assert f"cannot listen on 127.0.0.1, port {port}" in log
+
+
+def test_longer_context_than_the_models_is_the_users_mistake(jaxrl, published):
+    flags = [f"--weights={published[0]}", "--http-port=0", "--grpc-port=-1", "--max-length=65"]
+
+    code, _, log = jaxrl("serve", *flags)
+
+    assert code == 2
+    assert "--max-length=65 must be at most 64" in log
+
+
+def test_store_of_a_run_stands_for_the_run(run_folder):
+    folder, _ = run_folder
+
+    by_store = _arguments(f"--weights={folder / 'weights'}", "--version=0")
+    by_run = _arguments(f"--run={folder}", "--version=0")
+
+    assert by_store == by_run
+
+
+def test_store_without_its_run_is_refused(run_folder, tmp_path):
+    folder, _ = run_folder
+    shutil.copytree(folder / "weights", tmp_path / "weights")
+
+    with pytest.raises(ConfigError, match=f"versions of a run, but {tmp_path} is no run"):
+        _arguments(f"--weights={tmp_path / 'weights'}")
+
+
+def test_missing_package_is_named_with_its_extra(published, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "aiohttp" else find(name)
+    )
+    args = _arguments(f"--weights={published[0]}", "--grpc-port=-1")
+
+    with pytest.raises(ConfigError, match=re.escape("needs aiohttp: pip install 'jaxrl[serve]'")):
+        serve.run(args)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "exactly one of --run and --weights"),
+        (["--weights=a", "--follow"], "--follow needs --run"),
+        (
+            ["--run=a", "--follow", "--version=3"],
+            "--version=3 pins the weights",
+        ),
+        (["--weights=a", "--http-port=-1", "--grpc-port=-1"], "nothing would be served"),
+        (["--weights=a", "--http-port=5000", "--grpc-port=5000"], "must differ"),
+        (["--weights=a", "--http-port=70000"], "must be between -1 and 65535"),
+        (["--weights=a", "--slots=0"], "must be at least 1"),
+        (["--weights=a", "--timeout-s=0"], "must be above 0"),
+        (["--weights=a", "--in-flight=later"], "in-flight"),
+        (["--weights=a", "--htp-port=1"], "did you mean --http-port?"),
+    ],
+)
+def test_flags_that_contradict_are_refused_before_anything_is_read(flags, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        _arguments(*flags)
+
+
+def _follow(folder, programs):
+    return _arguments(
+        f"--run={folder}",
+        "--follow",
+        "--config.rollout.prefill_buckets=24",
+        f"--config.observe.compilation_cache={programs}",
+    )
+
+
+def _arguments(*flags):
+    return parsing.parse_arguments(parsing.COMMANDS["serve"], list(flags))
+
+
+@pytest.fixture
+def run_folder(tmp_path):
+    """(folder of a run with version 0, function that publishes another)."""
+    config = ExperimentConfig(
+        output_dir=str(tmp_path / "run"),
+        model=MODEL,
+        data=DataConfig(source="jsonl", path="none", tokenizer="bytes", max_prompt_tokens=16),
+        train=TrainConfig(steps=3),
+        rollout=RolloutConfig(max_new_tokens=8, slots=8),
+    )
+    folder = RunDir(config.output_dir)
+    folder.weights.mkdir(parents=True)
+    save_config(config, folder.config)
+    built, store = build_model(MODEL), WeightStore(folder.weights)
+
+    def publish(number, seed):
+        params = init_params(built, seed)
+        version = stamp(params, number)
+        store.publish(params, version)
+        return version
+
+    publish(0, 0)
+    return folder.path, publish
+
+
+def test_follower_serves_each_new_version_of_the_run(run_folder, programs):
+    folder, publish = run_folder
+    args = _follow(folder, programs)
+    loaded = served.load_served(args)
+    backend = Backend("run")
+    backend.open(loaded.driver)
+
+    with loaded.driver as driver:
+        follower = served.Follower(args, loaded.parts, backend, poll_s=0.02)
+        first = publish(3, 3)
+        _until(lambda: driver.version == first)
+        (folder / "weights" / "4").mkdir()  # what a publisher leaves while it writes
+        second = publish(5, 5)
+        _until(lambda: driver.version == second)
+        follower.stop()
+        publish(6, 6)
+        time.sleep(0.2)
+        last = driver.version
+
+    assert backend.version(3) == first
+    assert backend.version(5) == second
+    assert last == second
+
+
+def test_follower_reports_a_damaged_version_once_and_goes_on(run_folder, programs, caplog):
+    folder, publish = run_folder
+    args = _follow(folder, programs)
+    loaded = served.load_served(args)
+    backend = Backend("run")
+    backend.open(loaded.driver)
+
+    with loaded.driver as driver:
+        version = publish(1, 1)
+        stamp_file = folder / "weights" / "1" / "stamp" / "metadata"
+        stamp_file.write_text(stamp_file.read_text().replace(version.digest, "0" * 64))
+        follower = served.Follower(args, loaded.parts, backend, poll_s=0.02)
+        _until(lambda: "cannot follow the run" in caplog.text)
+        time.sleep(0.2)
+        good = publish(2, 2)
+        _until(lambda: driver.version == good)
+        follower.stop()
+
+    assert caplog.text.count("cannot follow the run") == 1
+
+
+def _until(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        time.sleep(0.01)
