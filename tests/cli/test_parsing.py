@@ -171,7 +171,7 @@ def test_parse_train_mistake_message_names_it(tiny, argv, message):
         (["generate", "hi", "--run=x", "--temperature=hot"], "--temperature='hot' must be a fin"),
         (["generate", "hi", "--run=x", "--version=-2"], "--version=-2 must be at least -1"),
         (["tran"], "unknown command 'tran'; did you mean train?"),
-        (["xyz"], "unknown command 'xyz'; there are train, eval, generate, convert"),
+        (["xyz"], "unknown command 'xyz'; there are train, eval, generate, serve, convert"),
     ],
 )
 def test_main_mistake_is_one_line_and_exit_code_2(argv, message, capsys):
