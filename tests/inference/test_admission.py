@@ -44,15 +44,15 @@ def test_requests_that_find_a_free_slot_need_no_place_in_the_queue(tiny, prompts
 
 
 def test_request_whose_time_is_over_fails_and_frees_its_slot_or_place(tiny, prompts):
-    gate = Gate(tiny.engine, hold_at=[2])
+    gate = Gate(tiny.engine, hold_at=[1])
     with driver_of(tiny, gate) as driver:
         running = [
-            driver.submit(prompts[i], SamplingParams(20, seed=i), timeout=0.05) for i in range(4)
+            driver.submit(prompts[i], SamplingParams(20, seed=i), timeout=0.3) for i in range(4)
         ]
         assert gate.reached.wait(60)
-        waiting = driver.submit(prompts[0], SamplingParams(20), timeout=0.05)
+        waiting = driver.submit(prompts[0], SamplingParams(20), timeout=0.3)
         patient = driver.submit(prompts[0], SamplingParams(3))
-        threading.Event().wait(0.2)
+        threading.Event().wait(0.4)
         gate.go.set()
 
         for future in (*running, waiting):
