@@ -136,7 +136,7 @@ class Driver:
             self._changed.notify_all()
         alive = False
         if self._thread is not None:
-            self._thread.join(timeout)
+            self._thread.join(min(timeout, threading.TIMEOUT_MAX))
             alive = self._thread.is_alive()
         self._close(None)
         if alive:
@@ -149,7 +149,8 @@ class Driver:
         """
         with self._changed:
             self._draining = True
-            over = self._changed.wait_for(lambda: self._closed or self._idle(), timeout)
+            most = min(timeout, threading.TIMEOUT_MAX)
+            over = self._changed.wait_for(lambda: self._closed or self._idle(), most)
             return bool(over)
 
     def add_done_callback(self, function: Callable[[], None]) -> None:

@@ -86,7 +86,7 @@ async def start_http(
     await runner.setup()
     try:
         await web.TCPSite(runner, host, port).start()
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, UnicodeError) as error:  # the last: a name that is none
         await runner.cleanup()
         raise ConfigError(f"cannot listen on {host}, port {port}: {error}") from None
     return HttpServer(runner)

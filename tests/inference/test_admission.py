@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 
 import numpy as np
@@ -82,6 +83,17 @@ def test_drain_finishes_what_is_there_and_admits_nothing_more(tiny, prompts):
         assert all(future.done() for future in futures)
         with pytest.raises(DriverError, match="being stopped"):
             driver.submit(prompts[0], SamplingParams(2))
+
+
+def test_drain_and_stop_wait_without_a_limit_if_told_to(tiny, prompts):
+    with driver_of(tiny) as driver:
+        future = driver.submit(prompts[0], SamplingParams(2))
+
+        drained = driver.drain(math.inf)
+        driver.stop(math.inf)
+
+    assert drained is True
+    assert len(future.result(0).tokens) == 2
 
 
 def test_drain_tells_when_its_time_was_not_enough(tiny, prompts):
