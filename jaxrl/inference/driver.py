@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
-import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,17 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.errors import (
-    DeadlineError,
-    DriverError,
-    QueueFullError,
-    RequestError,
-)
+from jaxrl.errors import DeadlineError, DriverError, QueueFullError
 from jaxrl.inference.answers import answer, failure_of
 from jaxrl.inference.batcher import IN_FLIGHT, Batcher, InFlight
 from jaxrl.inference.engine import Engine
 from jaxrl.inference.prefixes import bytes_instead
-from jaxrl.inference.requests import Limits, Request, check_request
+from jaxrl.inference.requests import Limits, Request, check_request, deadline_of
 from jaxrl.inference.stats import DriverStats
 from jaxrl.inference.steps import Params
 from jaxrl.inference.streaming import Channel, TokenStream
@@ -142,7 +136,7 @@ class Driver:
             self._changed.notify_all()
         alive = False
         if self._thread is not None:
-            self._thread.join(timeout)
+            self._thread.join(min(timeout, threading.TIMEOUT_MAX))
             alive = self._thread.is_alive()
         self._close(None)
         if alive:
@@ -155,7 +149,9 @@ class Driver:
         """
         with self._changed:
             self._draining = True
-            return self._changed.wait_for(lambda: self._closed or self._idle(), timeout)
+            most = min(timeout, threading.TIMEOUT_MAX)
+            over = self._changed.wait_for(lambda: self._closed or self._idle(), most)
+            return bool(over)
 
     def add_done_callback(self, function: Callable[[], None]) -> None:
         """Calls `function` once the driver has stopped or failed, from the thread that ended it (at
@@ -205,10 +201,8 @@ class Driver:
     def _enqueue(
         self, tokens: Any, params: SamplingParams, channel: Channel | None, timeout: float | None
     ) -> Future:
-        prompt = check_request(tokens, params, self._limits)
-        if timeout is not None and not timeout > 0:
-            raise RequestError(f"timeout={timeout} must be positive seconds")
-        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        prompt, params = check_request(tokens, params, self._limits)
+        deadline = deadline_of(timeout)
         with self._changed:
             self._check_open()
             if self._max_waiting is not None and len(self._waiting) >= self._room():

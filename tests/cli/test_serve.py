@@ -242,6 +242,15 @@ def test_port_that_is_taken_is_the_users_mistake(jaxrl, published):
     assert f"cannot listen on 127.0.0.1, port {port}" in log
 
 
+def test_host_that_is_no_name_is_the_users_mistake(jaxrl, published):
+    flags = [f"--weights={published[0]}", "--host=a..b", "--http-port=0", "--grpc-port=-1"]
+
+    code, _, log = jaxrl("serve", *flags)
+
+    assert code == 2
+    assert "cannot listen on a..b, port 0" in log
+
+
 def test_longer_context_than_the_models_is_the_users_mistake(jaxrl, published):
     flags = [f"--weights={published[0]}", "--http-port=0", "--grpc-port=-1", "--max-length=65"]
 
@@ -293,6 +302,7 @@ def test_missing_package_is_named_with_its_extra(published, monkeypatch):
         (["--weights=a", "--http-port=70000"], "must be between -1 and 65535"),
         (["--weights=a", "--slots=0"], "must be at least 1"),
         (["--weights=a", "--timeout-s=0"], "must be above 0"),
+        (["--weights=a", "--grace-s=1e11"], "must be between 0 and 100000000"),
         (["--weights=a", "--in-flight=later"], "in-flight"),
         (["--weights=a", "--htp-port=1"], "did you mean --http-port?"),
     ],
