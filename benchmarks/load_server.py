@@ -45,6 +45,7 @@ def make_model() -> tuple[Any, Any, Any]:
 
 async def serve_ours(steps: int) -> None:
     """What `jaxrl serve` puts together, without its HTTP side."""
+    from jaxrl.cli.served import prefill_rows
     from jaxrl.inference.driver import Driver
     from jaxrl.inference.engine import Engine
     from jaxrl.serving.backend import Backend
@@ -58,6 +59,7 @@ async def serve_ours(steps: int) -> None:
         max_length=LENGTH,
         prefill_chunk=options.prefill_chunk,
         steps_per_dispatch=steps,
+        **prefill_rows(),
     )
     driver = Driver(
         engine,
