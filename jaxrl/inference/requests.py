@@ -143,8 +143,9 @@ def _number(name: str, value: Any) -> float:
 @dataclasses.dataclass(eq=False, slots=True)
 class Request:
     """One request on its way. `number` counts arrivals; `future` gets a Completion or an error;
-    `channel`, if there is one, gets the tokens as they come. After `deadline` (of
-    `time.monotonic`) nobody wants it any more."""
+    `channel`, if there is one, gets the tokens as they come; it was told `told` of them before the
+    dispatch that gives them out. After `deadline` (of `time.monotonic`) nobody wants it any
+    more."""
 
     number: int
     prompt: np.ndarray
@@ -154,6 +155,7 @@ class Request:
     deadline: float = math.inf
     results: list[np.ndarray] = dataclasses.field(default_factory=list)
     given: int = 0
+    told: int = 0
     finished: bool = False
 
     @property
@@ -175,6 +177,11 @@ class Request:
         """Prompt and completion so far, int32 [length]."""
         return np.concatenate([self.prompt, *(r[:, 0] for r in self.results)])
 
+    def tell(self, row: np.ndarray) -> None:
+        """The token that the next dispatch gives out first, int32 [F], is known already."""
+        self.channel.put(Chunk(**self._arrays(row[None])))
+        self.told = 1
+
     def take(self, result: np.ndarray) -> None:
         """Adds one dispatch's result for this slot, int32 [k, F]; for F see `state.FIELDS`."""
         valid = result[result[:, 1] > 0]
@@ -183,8 +190,9 @@ class Request:
         # A copy of the few rows: a view would keep the whole dispatch's result alive.
         self.results.append(valid.copy())
         self.given += len(valid)
-        if self.channel is not None:
-            self.channel.put(Chunk(**self._arrays(self.results[-1])))
+        told, self.told = self.told, 0
+        if self.channel is not None and len(valid) > told:
+            self.channel.put(Chunk(**self._arrays(self.results[-1][told:])))
         stopped = int(valid[-1, 0]) in self.params.stop_tokens
         self.finished = stopped or self.given >= self.params.max_tokens
 
