@@ -17,6 +17,7 @@ import threading
 import time
 from pathlib import Path
 
+import grpc
 import pytest
 
 from jaxrl.cli import parsing, serve, served
@@ -27,6 +28,7 @@ from jaxrl.errors import ConfigError
 from jaxrl.models.model import build_model, init_params
 from jaxrl.models.safetensors import save_params
 from jaxrl.orchestration.run_dir import RunDir
+from jaxrl.serving import protocol
 from jaxrl.serving.backend import Backend
 from jaxrl.weights.digest import compute_digest, stamp
 from jaxrl.weights.store import WeightStore
@@ -103,6 +105,23 @@ class Server:
             assert answer.readline().startswith(b"data: ")
             yield answer
 
+    def decode(self):
+        """(tokens, numbers and digests of their weights) of a call over gRPC, or its status."""
+        port = int(self.wait_for(r"listening on grpc://127\.0\.0\.1:(\d+)")[1])
+        request = protocol.DecodeRequest(text_content={"text": "Hi"}, max_tokens=5)
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            call = channel.unary_stream(
+                f"/{protocol.SERVICE}/Decode",
+                request_serializer=protocol.DecodeRequest.SerializeToString,
+                response_deserializer=protocol.DecodeResponse.FromString,
+            )
+            try:
+                responses = list(call(request, timeout=120))
+            except grpc.RpcError as error:
+                return error.code()
+        tokens = [t for r in responses for t in r.stream_content.samples[0].token_ids]
+        return tokens, [(w.number, w.digest) for r in responses for w in r.weights]
+
     def ended(self):
         """The exit code, once there is one."""
         code = self.process.wait(120)
@@ -140,15 +159,16 @@ def start(repo_root, programs, published):
 
 
 def test_server_is_up_at_once_ready_later_and_drains_when_told_to_stop(start, published):
-    server = start()
+    server = start("--grpc-port=0")
 
-    early = server.request("GET", "/health")
+    early, early_call = server.request("GET", "/health"), server.decode()
     server.wait_for(rf"ready: tiny v0:{published[1][:12]} on http://")
-    ready = server.request("GET", "/health")
+    ready, (tokens, weights) = server.request("GET", "/health"), server.decode()
     with server.streaming() as answer:
         server.process.send_signal(signal.SIGTERM)
         server.wait_for("stopping: ")
         draining, refused = server.request("GET", "/health"), server.request("GET", "/v1/models")
+        refused_call = server.decode()
         rest = answer.read().decode()
     code = server.ended()
 
@@ -156,6 +176,9 @@ def test_server_is_up_at_once_ready_later_and_drains_when_told_to_stop(start, pu
     assert ready == (200, '{"status":"ready"}')
     assert draining == (503, '{"status":"draining"}')
     assert refused[0] == 503
+    assert early_call == refused_call == grpc.StatusCode.UNAVAILABLE
+    assert 1 <= len(tokens) <= 5
+    assert weights == [(0, published[1])]
     assert rest.endswith("data: [DONE]\n\n")
     assert rest.count('"finish_reason":"length"') == 64
     assert code == 0, server.lines
@@ -300,6 +323,10 @@ def test_missing_package_is_named_with_its_extra(published, monkeypatch):
 def test_flags_that_contradict_are_refused_before_anything_is_read(flags, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         _arguments(*flags)
+
+
+def test_server_listens_on_loopback_unless_told_otherwise(published):
+    assert _arguments(f"--weights={published[0]}").options.host == "127.0.0.1"
 
 
 def _follow(folder, programs):
