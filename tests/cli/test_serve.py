@@ -274,13 +274,23 @@ def test_longer_context_than_the_models_is_the_users_mistake(jaxrl, published):
     assert "--max-length=65 must be at most 64" in log
 
 
-def test_store_of_a_run_stands_for_the_run(run_folder):
+@pytest.mark.parametrize("first", [0, 300])
+def test_store_of_a_run_stands_for_the_run(run_folder, first):
     folder, _ = run_folder
+    # After a cold start, the first version that is published is a later one.
+    (folder / "weights" / "0").rename(folder / "weights" / str(first))
 
-    by_store = _arguments(f"--weights={folder / 'weights'}", "--version=0")
-    by_run = _arguments(f"--run={folder}", "--version=0")
+    by_store = _arguments(f"--weights={folder / 'weights'}", f"--version={first}")
+    by_run = _arguments(f"--run={folder}", f"--version={first}")
 
     assert by_store == by_run
+
+
+def test_run_given_as_weights_is_refused_with_the_flag_for_runs(run_folder):
+    folder, _ = run_folder
+
+    with pytest.raises(ConfigError, match=f"{folder} is a run: use --run={folder}"):
+        _arguments(f"--weights={folder}")
 
 
 def test_store_without_its_run_is_refused(run_folder, tmp_path):
@@ -389,6 +399,19 @@ def test_follower_serves_each_new_version_of_the_run(run_folder, programs):
     assert backend.version(3) == first
     assert backend.version(5) == second
     assert last == second
+
+
+def test_run_that_has_published_nothing_is_waited_for_when_it_is_followed(
+    run_folder, programs, monkeypatch
+):
+    folder, publish = run_folder
+    shutil.rmtree(folder / "weights" / "0")
+    monkeypatch.setattr(served.time, "sleep", lambda _: publish(300, 1))
+
+    loaded = served.load_served(_follow(folder, programs))
+    loaded.driver.stop()
+
+    assert loaded.driver.version.number == 300
 
 
 def test_follower_reports_a_damaged_version_once_and_goes_on(run_folder, programs, caplog):
