@@ -233,14 +233,27 @@ class ServeOptions:
 
 def store_as_run(given: dict[str, str]) -> dict[str, str]:
     """Flags of `serve` whose weights are the store of a run, with the run instead: a store alone
-    does not know its model."""
+    does not know its model. Raises `ConfigError` for a store without its run, and for a run."""
     store = given.get("weights", "")
-    if given.get("run") or not os.path.isdir(os.path.join(store, "0", "stamp")):
+    if _is_store(os.path.join(store, "weights")):
+        raise ConfigError(f"--weights={store} is a run: use --run={store}")
+    if given.get("run") or not _is_store(store):
         return given
     run = os.path.dirname(os.path.abspath(store))
     if not os.path.isfile(os.path.join(run, "config.json")):
         raise ConfigError(f"--weights={store} holds versions of a run, but {run} is no run")
     return {**{name: value for name, value in given.items() if name != "weights"}, "run": run}
+
+
+def _is_store(folder: str) -> bool:
+    """Whether it holds versions of weights; the first that a run publishes need not be 0."""
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return False
+    return any(
+        name.isdigit() and os.path.isdir(os.path.join(folder, name, "stamp")) for name in names
+    )
 
 
 def published_config(options: ConvertOptions) -> ExperimentConfig:

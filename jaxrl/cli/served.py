@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -40,10 +41,14 @@ class Served:
 def load_served(args: Any) -> Served:
     """Read the weights that the flags name and compile what serves them: takes its time.
 
+    A run that is followed may have published nothing yet: its first version is waited for.
+
     Raises `ConfigError` and `CheckpointError`.
     """
     options: ServeOptions = args.options
     parts = open_parts(args)
+    if options.follow:
+        _wait_for_first(options.run)
     params, version = load_weights(args, parts)
     engine, kept = _engine(parts, options), options.prefix_cache_mb
     in_flight = args.config.rollout.in_flight if options.in_flight == "run" else options.in_flight
@@ -60,6 +65,15 @@ def load_served(args: Any) -> Served:
         prefix_cache_bytes=None if kept is None else kept << 20,
     )
     return Served(parts, driver.start())
+
+
+def _wait_for_first(run: str) -> None:
+    """Return once the run has a version."""
+    store = WeightStore(RunDir(run).weights, read_only=True)
+    if not store.numbers():
+        _LOGGER.info("waiting for the first weights in %s", store.path)
+    while not store.numbers():
+        time.sleep(POLL_S)
 
 
 def _engine(parts: Parts, options: ServeOptions) -> Engine:

@@ -81,7 +81,6 @@ async def start_grpc(backend: Backend, host: str, port: int, token: str | None) 
     await health_service.refresh()
     await server.start()
     health_service.follow()
-    log.info("gRPC on %s:%d", host, bound)
     return GrpcServer(server, bound, health_service)
 
 

@@ -225,9 +225,14 @@ class _ClientGoneError(Exception):
 
 async def _body(request: web.Request) -> bytes:
     """The body, which must be JSON: no web page of others can send that without asking first."""
-    if request.content_type != "application/json" or "Content-Encoding" in request.headers:
+    kind, encoding = request.content_type, request.headers.get("Content-Encoding")
+    if kind != "application/json":
         raise web.HTTPUnsupportedMediaType(
-            reason="the body must be application/json, not compressed"
+            reason=f"Content-Type {kind[:80]!r} must be application/json"
+        )
+    if encoding is not None:
+        raise web.HTTPUnsupportedMediaType(
+            reason=f"Content-Encoding {encoding[:80]!r}: the body must not be compressed"
         )
     try:
         async with asyncio.timeout(BODY_S):

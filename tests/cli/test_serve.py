@@ -17,6 +17,7 @@ import threading
 import time
 from pathlib import Path
 
+import grpc
 import pytest
 
 from jaxrl.cli import parsing, serve, served
@@ -27,6 +28,7 @@ from jaxrl.errors import ConfigError
 from jaxrl.models.model import build_model, init_params
 from jaxrl.models.safetensors import save_params
 from jaxrl.orchestration.run_dir import RunDir
+from jaxrl.serving import protocol
 from jaxrl.serving.backend import Backend
 from jaxrl.weights.digest import compute_digest, stamp
 from jaxrl.weights.store import WeightStore
@@ -103,6 +105,23 @@ class Server:
             assert answer.readline().startswith(b"data: ")
             yield answer
 
+    def decode(self):
+        """(tokens, numbers and digests of their weights) of a call over gRPC, or its status."""
+        port = int(self.wait_for(r"listening on grpc://127\.0\.0\.1:(\d+)")[1])
+        request = protocol.DecodeRequest(text_content={"text": "Hi"}, max_tokens=5)
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            call = channel.unary_stream(
+                f"/{protocol.SERVICE}/Decode",
+                request_serializer=protocol.DecodeRequest.SerializeToString,
+                response_deserializer=protocol.DecodeResponse.FromString,
+            )
+            try:
+                responses = list(call(request, timeout=120))
+            except grpc.RpcError as error:
+                return error.code()
+        tokens = [t for r in responses for t in r.stream_content.samples[0].token_ids]
+        return tokens, [(w.number, w.digest) for r in responses for w in r.weights]
+
     def ended(self):
         """The exit code, once there is one."""
         code = self.process.wait(120)
@@ -140,15 +159,16 @@ def start(repo_root, programs, published):
 
 
 def test_server_is_up_at_once_ready_later_and_drains_when_told_to_stop(start, published):
-    server = start()
+    server = start("--grpc-port=0")
 
-    early = server.request("GET", "/health")
+    early, early_call = server.request("GET", "/health"), server.decode()
     server.wait_for(rf"ready: tiny v0:{published[1][:12]} on http://")
-    ready = server.request("GET", "/health")
+    ready, (tokens, weights) = server.request("GET", "/health"), server.decode()
     with server.streaming() as answer:
         server.process.send_signal(signal.SIGTERM)
         server.wait_for("stopping: ")
         draining, refused = server.request("GET", "/health"), server.request("GET", "/v1/models")
+        refused_call = server.decode()
         rest = answer.read().decode()
     code = server.ended()
 
@@ -156,6 +176,9 @@ def test_server_is_up_at_once_ready_later_and_drains_when_told_to_stop(start, pu
     assert ready == (200, '{"status":"ready"}')
     assert draining == (503, '{"status":"draining"}')
     assert refused[0] == 503
+    assert early_call == refused_call == grpc.StatusCode.UNAVAILABLE
+    assert 1 <= len(tokens) <= 5
+    assert weights == [(0, published[1])]
     assert rest.endswith("data: [DONE]\n\n")
     assert rest.count('"finish_reason":"length"') == 64
     assert code == 0, server.lines
@@ -260,13 +283,23 @@ def test_longer_context_than_the_models_is_the_users_mistake(jaxrl, published):
     assert "--max-length=65 must be at most 64" in log
 
 
-def test_store_of_a_run_stands_for_the_run(run_folder):
+@pytest.mark.parametrize("first", [0, 300])
+def test_store_of_a_run_stands_for_the_run(run_folder, first):
     folder, _ = run_folder
+    # After a cold start, the first version that is published is a later one.
+    (folder / "weights" / "0").rename(folder / "weights" / str(first))
 
-    by_store = _arguments(f"--weights={folder / 'weights'}", "--version=0")
-    by_run = _arguments(f"--run={folder}", "--version=0")
+    by_store = _arguments(f"--weights={folder / 'weights'}", f"--version={first}")
+    by_run = _arguments(f"--run={folder}", f"--version={first}")
 
     assert by_store == by_run
+
+
+def test_run_given_as_weights_is_refused_with_the_flag_for_runs(run_folder):
+    folder, _ = run_folder
+
+    with pytest.raises(ConfigError, match=f"{folder} is a run: use --run={folder}"):
+        _arguments(f"--weights={folder}")
 
 
 def test_store_without_its_run_is_refused(run_folder, tmp_path):
@@ -310,6 +343,10 @@ def test_missing_package_is_named_with_its_extra(published, monkeypatch):
 def test_flags_that_contradict_are_refused_before_anything_is_read(flags, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         _arguments(*flags)
+
+
+def test_server_listens_on_loopback_unless_told_otherwise(published):
+    assert _arguments(f"--weights={published[0]}").options.host == "127.0.0.1"
 
 
 def _follow(folder, programs):
@@ -372,6 +409,19 @@ def test_follower_serves_each_new_version_of_the_run(run_folder, programs):
     assert backend.version(3) == first
     assert backend.version(5) == second
     assert last == second
+
+
+def test_run_that_has_published_nothing_is_waited_for_when_it_is_followed(
+    run_folder, programs, monkeypatch
+):
+    folder, publish = run_folder
+    shutil.rmtree(folder / "weights" / "0")
+    monkeypatch.setattr(served.time, "sleep", lambda _: publish(300, 1))
+
+    loaded = served.load_served(_follow(folder, programs))
+    loaded.driver.stop()
+
+    assert loaded.driver.version.number == 300
 
 
 def test_follower_reports_a_damaged_version_once_and_goes_on(run_folder, programs, caplog):

@@ -100,6 +100,15 @@ def test_browser_shows_the_state_of_the_server(tiny, tmp_path):
 
 
 @pytest.mark.skipif(not BROWSER, reason="needs chromium: apt-get install chromium")
+def test_browser_with_the_token_in_the_address_shows_the_state(tmp_path):
+    with serving(None, token="very-secret-token") as server:
+        url = server.url.replace("//", "//me:very-secret-token@")
+        page = shown_by(BROWSER, url, tmp_path)
+
+    assert text_at(page, "state") == "loading"
+
+
+@pytest.mark.skipif(not BROWSER, reason="needs chromium: apt-get install chromium")
 def test_browser_shows_that_the_model_loads(tmp_path):
     with serving(None) as server:
         page = shown_by(BROWSER, server.url, tmp_path)
