@@ -135,6 +135,9 @@ class Follower:
                 return
             except (JaxrlError, ValueError, OSError) as error:
                 self._complain(str(error))
+            except Exception as error:
+                # No room on the device for second weights, say: later there may be.
+                self._complain(f"{type(error).__name__}: {error}", exc_info=True)
 
     def _look(self) -> None:
         newest = self._store.numbers()[-1:]
@@ -146,11 +149,11 @@ class Follower:
             self._complaint = ""
             _LOGGER.info("now serving weights %s", version)
 
-    def _complain(self, complaint: str) -> None:
+    def _complain(self, complaint: str, *, exc_info: bool = False) -> None:
         """Once: the same thing goes wrong again at every look."""
         if complaint != self._complaint:
             self._complaint = complaint
-            _LOGGER.warning("cannot follow the run, trying again: %s", complaint)
+            _LOGGER.warning("cannot follow the run, trying again: %s", complaint, exc_info=exc_info)
 
 
 def _with_version(args: Any, number: int) -> Any:

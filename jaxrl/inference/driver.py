@@ -28,7 +28,7 @@ from jaxrl.inference.steps import Params
 from jaxrl.inference.streaming import Channel, TokenStream
 from jaxrl.types import Completion, SamplingParams, WeightVersion
 from jaxrl.weights.digest import verify as verify_digest
-from jaxrl.weights.exchange import check_newer
+from jaxrl.weights.exchange import check_newer, check_number
 
 
 class Driver:
@@ -73,6 +73,7 @@ class Driver:
             if value is not None and value < 0:
                 raise ValueError(f"{name}={value} must be at least 0")
         engine.check_params(params)
+        check_number(version)
         if verify:
             verify_digest(params, version)
         self.engine = engine
@@ -267,10 +268,12 @@ class Driver:
 
         Blocks for the digest and the present dispatch, so call it from a thread, not a coroutine.
         Raises WeightVersionError if the digest differs from that of `version` or its number is
-        lower than the present one, ValueError if the weights do not fit the engine: then the old
-        weights go on serving. Raises DriverError if the driver has failed or stopped.
+        lower than the present one or needs more than 32 bits, ValueError if the weights do not fit
+        the engine: then the old weights go on serving. Raises DriverError if the driver has failed
+        or stopped.
         """
         self.engine.check_params(params)
+        check_number(version)
         if self._verify:
             verify_digest(params, version)
         with self._swap_order:

@@ -424,7 +424,13 @@ def test_run_that_has_published_nothing_is_waited_for_when_it_is_followed(
     assert loaded.driver.version.number == 300
 
 
-def test_follower_reports_a_damaged_version_once_and_goes_on(run_folder, programs, caplog):
+def _no_room(*_):
+    raise RuntimeError("no room on the device")
+
+
+def test_follower_reports_what_goes_wrong_once_and_goes_on(
+    run_folder, programs, caplog, monkeypatch
+):
     folder, publish = run_folder
     args = _follow(folder, programs)
     loaded = served.load_served(args)
@@ -438,11 +444,15 @@ def test_follower_reports_a_damaged_version_once_and_goes_on(run_folder, program
         follower = served.Follower(args, loaded.parts, backend, poll_s=0.02)
         _until(lambda: "cannot follow the run" in caplog.text)
         time.sleep(0.2)
-        good = publish(2, 2)
+        with monkeypatch.context() as patch:
+            patch.setattr(driver, "set_weights", _no_room)
+            publish(2, 2)
+            _until(lambda: "no room on the device" in caplog.text)
+        good = publish(3, 3)
         _until(lambda: driver.version == good)
         follower.stop()
 
-    assert caplog.text.count("cannot follow the run") == 1
+    assert caplog.text.count("cannot follow the run") == 2
 
 
 def _until(condition):
