@@ -134,10 +134,13 @@ def _integer(name: str, value: Any) -> int:
 
 def _number(name: str, value: Any) -> float:
     try:
-        # `float` would read texts, too.
-        return value * 1.0 if isinstance(value, str | bytes) else float(value)
+        number = float(value)
     except (TypeError, ValueError, OverflowError):
-        raise RequestError(f"{name}={value!r} must be a number") from None
+        number = None
+    # `float` reads texts, too.
+    if number is None or isinstance(value, str | bytes):
+        raise RequestError(f"{name}={value!r} must be a number")
+    return number
 
 
 @dataclasses.dataclass(eq=False, slots=True)

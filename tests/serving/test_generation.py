@@ -232,7 +232,7 @@ def test_errors_follow_the_pieces_that_came_before_them():
 
 def test_logprobs_that_are_no_numbers_are_an_error_at_once():
     driver = ScriptedDriver(BYTES, [[70], [71]], versions=[1, 2], reason=None)
-    chunk = driver.stream(PROMPT, None)._channel.take().result()
+    chunk = driver.stream(PROMPT, None)._channel.wait()
     chunk.logprobs[0] = np.nan
     driver.stream = lambda *_, **__: _one(driver, chunk)
 
