@@ -128,7 +128,16 @@ def encode_chat(backend: Backend, messages: list[dict[str, Any]]) -> np.ndarray:
     brings one. Raises `FieldError` for what the template refuses.
     """
     chat = backend.chat
-    check_characters(sum(len(message["content"]) for message in messages), backend, "messages")
+    longest = backend.driver.engine.max_length
+    if len(messages) > longest:
+        # Empty ones, too, take their time in a template, and a token each at the least.
+        raise FieldError(
+            f"{len(messages)} messages: the context holds at most {longest} tokens",
+            "messages",
+            "context_length_exceeded",
+        )
+    characters = sum(len(m["content"]) + len(m.get("name", "")) for m in messages)
+    check_characters(characters, backend, "messages")
     if chat.system and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": chat.system}, *messages]
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -17,6 +18,7 @@ class ScriptedDriver:
     """
 
     failure = None
+    engine = SimpleNamespace(max_length=64)
 
     def __init__(self, tokenizer, chunks, reason="length", error=None, versions=None):
         self.tokenizer = tokenizer

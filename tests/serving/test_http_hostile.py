@@ -188,6 +188,20 @@ def test_long_text_is_refused_for_its_length_and_not_its_size(shared, characters
 
 
 @pytest.mark.parametrize(
+    "messages",
+    [[{"role": "user", "content": ""}] * 20_000, [{**MESSAGES[0], "name": "n" * 20_000}]],
+    ids=["many", "name"],
+)
+def test_chat_that_cannot_fit_is_refused_before_it_is_rendered(shared, monkeypatch, messages):
+    monkeypatch.setattr(type(shared.backend.chat.template), "encode", None)
+
+    status, error = refusal(shared, "/v1/chat/completions", {"messages": messages})
+
+    assert (status, error["param"]) == (400, "messages")
+    assert error["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
     ("headers", "message"),
     [
         ({"Content-Type": "text/plain"}, "Content-Type 'text/plain' must be application/json"),
