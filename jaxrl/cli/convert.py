@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,7 +38,7 @@ def run(args: Any) -> int:
     with _staged(folder) as stage:
         parts.tokenizer.save(stage)
         save_params(stage, parts.model, params)
-    sys.stderr.write(f"weights {version}\n")
+    output.report(f"weights {version}\n")
     output.write(f"{folder}\n")
     return 0
 

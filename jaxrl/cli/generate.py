@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 import time
 from typing import Any
 
@@ -32,7 +31,7 @@ def run(args: Any) -> int:
         fitting = parts.model.config.max_length - len(tokens)
         params = dataclasses.replace(params, max_tokens=max(1, min(params.max_tokens, fitting)))
     with serve(args, parts, [tokens] * options.n, new_tokens=params.max_tokens) as driver:
-        sys.stderr.write(f"weights {driver.version}\n")
+        output.report(f"weights {driver.version}\n")
         seeds = range(options.seed, options.seed + options.n)
         began = time.monotonic()
         # All of them at once: they share the prefill and the steps.
@@ -41,7 +40,7 @@ def run(args: Any) -> int:
         ]
         moments = _print(texts)
     if moments is not None:
-        sys.stderr.write(_summary(len(tokens), texts, [moment - began for moment in moments]))
+        output.report(_summary(len(tokens), texts, [moment - began for moment in moments]))
     return 0
 
 

@@ -133,4 +133,4 @@ def _one_line(error: BaseException) -> str:
 
 
 def _report(kind: str, text: str) -> None:
-    sys.stderr.write(f"jaxrl: {kind}: {text}\n")
+    output.report(f"jaxrl: {kind}: {text}\n")

@@ -206,7 +206,7 @@ class ServeOptions:
     grace_s: float = common(
         30.0,
         "seconds that running requests have to end when the server is told to stop",
-        rules.at_least(0),
+        rules.within(0, 100_000_000),
     )
     in_flight: Literal["run", "finish", "continue", "recompute"] = common(
         "run", "what a sequence does when new weights arrive, as rollout.in_flight; run: as the run"

@@ -1,7 +1,8 @@
-"""Standard output of the commands: a reader that left early is no error, a full disk is one."""
+"""What commands write. Standard output: a reader that left is no error, a full disk is one."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 
@@ -23,3 +24,11 @@ def write(text: str) -> bool:
             raise OutputError(f"cannot write to standard output: {reason}") from None
         return False
     return True
+
+
+def report(text: str) -> None:
+    """Write to standard error and flush. Where that fails nobody can be told, and what the command
+    does goes on: a full disk for logs must not end a server."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # full, closed, None
+        sys.stderr.write(text)
+        sys.stderr.flush()

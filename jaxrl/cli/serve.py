@@ -10,12 +10,12 @@ import contextlib
 import importlib.util
 import os
 import signal
-import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxrl.cli import output
 from jaxrl.cli.options import ServeOptions
 from jaxrl.errors import ConfigError, DeadlineError
 from jaxrl.observe.logger import get_logger, setup_logging
@@ -45,7 +45,6 @@ def run(args: Any) -> int:
     loaded = asyncio.run(_serve(args, token))
     if not loaded:
         # The thread that loads cannot be stopped, and an interpreter that ends under it may crash.
-        sys.stderr.flush()
         os._exit(0)
     return 0
 
@@ -200,5 +199,4 @@ def _settle(future: asyncio.Future, result: Any, error: BaseException | None) ->
 
 
 def _say(text: str) -> None:
-    sys.stderr.write(f"jaxrl: {text}\n")
-    sys.stderr.flush()
+    output.report(f"jaxrl: {text}\n")

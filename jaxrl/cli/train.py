@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from jaxrl.cli import output
@@ -18,7 +17,7 @@ def run(config: ExperimentConfig, args: Any) -> int:
         try:
             evaluations = trainer.fit()
         except Interrupted:
-            sys.stderr.write(f"the same command goes on from {trainer.session.run_dir.path}\n")
+            output.report(f"the same command goes on from {trainer.session.run_dir.path}\n")
             raise
         version, folder = trainer.version, trainer.session.run_dir
     before, after = evaluations["before"], evaluations["after"]

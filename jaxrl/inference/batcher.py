@@ -72,6 +72,7 @@ class Batcher:
         self._rows: list[Request | None] = [None] * engine.slots
         self._row_version = [version] * engine.slots
         self._jobs: list[Job] = []
+        self._fresh: list[int] = []
         self._state = engine.init_state()
 
     @property
@@ -134,10 +135,11 @@ class Batcher:
         free to be worth an admission.
         """
         self._prefill()
+        self._tell_first_tokens()
         slots, leave_at = self._decoding(), self._worth_leaving(waiting)
         versions = sorted({self._row_version[slot] for slot in slots})
         dispatches = [self._dispatch(version, slots, leave_at) for version in versions]
-        # The one place where the host waits for the device: one transfer for k tokens a slot.
+        # Here the host waits for the device: one transfer for k tokens a slot.
         results = [(chosen, np.asarray(result)) for chosen, result in dispatches]
         done = []
         for chosen, values in results:
@@ -179,7 +181,9 @@ class Batcher:
         mask = np.zeros(self.engine.slots, bool)
         mask[slots] = True
         chosen = [self._rows[slot] for slot in slots]
-        k = self._steps(chosen)
+        # Few while prompts wait for their next piece.
+        k = self.engine.steps_per_dispatch
+        k = max(1, k // 4) if self._jobs else k
         self._state, result = self.engine.generate(
             self._weights[version],
             self._state,
@@ -192,12 +196,15 @@ class Batcher:
         self.counts.dispatches += 1
         return slots, result
 
-    def _steps(self, chosen: Sequence[Request]) -> int:
-        """Tokens per slot of the next dispatch: few where somebody waits for what comes after."""
-        k = self.engine.steps_per_dispatch
-        if any(request.channel is not None and not request.given for request in chosen):
-            return 1  # a first token, for a reader
-        return max(1, k // 4) if self._jobs else k
+    def _tell_first_tokens(self) -> None:
+        """Tells readers what their prefills have drawn: the dispatch that gives it out takes as
+        long as all its tokens together."""
+        if not self._fresh:
+            return
+        rows = np.asarray(self.engine.peek(self._state))
+        for slot in self._fresh:
+            self._rows[slot].tell(rows[slot])
+        self._fresh.clear()
 
     # ---- prompts -------------------------------------------------------------------------------
 
@@ -270,6 +277,8 @@ class Batcher:
             self._state = self.engine.insert(prefix, self._state, kept, resume=True)
         if started:
             self._state = self.engine.insert(prefix, self._state, started)
+            slots = [entry.slot for entry in started]
+            self._fresh += [slot for slot in slots if self._rows[slot].channel is not None]
 
     def _leave_job(self, slot: int) -> None:
         """Takes a slot out of the job that is filling it; the next one goes on where it was."""

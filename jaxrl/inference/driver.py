@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
-import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,23 +17,18 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.errors import (
-    DeadlineError,
-    DriverError,
-    QueueFullError,
-    RequestError,
-)
+from jaxrl.errors import DeadlineError, DriverError, QueueFullError
 from jaxrl.inference.answers import answer, failure_of
 from jaxrl.inference.batcher import IN_FLIGHT, Batcher, InFlight
 from jaxrl.inference.engine import Engine
 from jaxrl.inference.prefixes import bytes_instead
-from jaxrl.inference.requests import Limits, Request, check_request
+from jaxrl.inference.requests import Limits, Request, check_request, deadline_of
 from jaxrl.inference.stats import DriverStats
 from jaxrl.inference.steps import Params
 from jaxrl.inference.streaming import Channel, TokenStream
 from jaxrl.types import Completion, SamplingParams, WeightVersion
 from jaxrl.weights.digest import verify as verify_digest
-from jaxrl.weights.exchange import check_newer
+from jaxrl.weights.exchange import check_newer, check_number
 
 
 class Driver:
@@ -79,6 +73,7 @@ class Driver:
             if value is not None and value < 0:
                 raise ValueError(f"{name}={value} must be at least 0")
         engine.check_params(params)
+        check_number(version)
         if verify:
             verify_digest(params, version)
         self.engine = engine
@@ -142,7 +137,7 @@ class Driver:
             self._changed.notify_all()
         alive = False
         if self._thread is not None:
-            self._thread.join(timeout)
+            self._thread.join(min(timeout, threading.TIMEOUT_MAX))
             alive = self._thread.is_alive()
         self._close(None)
         if alive:
@@ -155,7 +150,9 @@ class Driver:
         """
         with self._changed:
             self._draining = True
-            return self._changed.wait_for(lambda: self._closed or self._idle(), timeout)
+            most = min(timeout, threading.TIMEOUT_MAX)
+            over = self._changed.wait_for(lambda: self._closed or self._idle(), most)
+            return bool(over)
 
     def add_done_callback(self, function: Callable[[], None]) -> None:
         """Calls `function` once the driver has stopped or failed, from the thread that ended it (at
@@ -205,10 +202,8 @@ class Driver:
     def _enqueue(
         self, tokens: Any, params: SamplingParams, channel: Channel | None, timeout: float | None
     ) -> Future:
-        prompt = check_request(tokens, params, self._limits)
-        if timeout is not None and not timeout > 0:
-            raise RequestError(f"timeout={timeout} must be positive seconds")
-        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        prompt, params = check_request(tokens, params, self._limits)
+        deadline = deadline_of(timeout)
         with self._changed:
             self._check_open()
             if self._max_waiting is not None and len(self._waiting) >= self._room():
@@ -273,10 +268,12 @@ class Driver:
 
         Blocks for the digest and the present dispatch, so call it from a thread, not a coroutine.
         Raises WeightVersionError if the digest differs from that of `version` or its number is
-        lower than the present one, ValueError if the weights do not fit the engine: then the old
-        weights go on serving. Raises DriverError if the driver has failed or stopped.
+        lower than the present one or needs more than 32 bits, ValueError if the weights do not fit
+        the engine: then the old weights go on serving. Raises DriverError if the driver has failed
+        or stopped.
         """
         self.engine.check_params(params)
+        check_number(version)
         if self._verify:
             verify_digest(params, version)
         with self._swap_order:

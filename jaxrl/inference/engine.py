@@ -29,7 +29,15 @@ from jaxrl.inference.arguments import (
     make_starts,
 )
 from jaxrl.inference.sizes import check_sizes, choose_chunk, make_buckets
-from jaxrl.inference.state import Control, DecodeState, First, Prefix, Starts, empty_slots
+from jaxrl.inference.state import (
+    Control,
+    DecodeState,
+    First,
+    Prefix,
+    Slots,
+    Starts,
+    empty_slots,
+)
 from jaxrl.inference.steps import Params
 from jaxrl.models.model import Model, init_cache
 from jaxrl.sharding import DEFAULT_RULES, Rules
@@ -145,7 +153,7 @@ class Engine:
         buckets = self.prefill_buckets if prefill_buckets is None else prefill_buckets
         keys = [("generate", attend) for attend in self.attend_buckets]
         keys += [(verb, bucket) for bucket in buckets for verb in ("prefill", "copy")]
-        keys += [("init",), ("start",)]
+        keys += [("init",), ("start",), ("peek",)]
         if self.cache_length > self.prefill_chunk:
             keys += [("spread",)]
         # Compilers run outside Python's lock.
@@ -259,6 +267,13 @@ class Engine:
         )
         return self._program("generate", attend)(params, state, control)
 
+    def peek(self, state: DecodeState) -> jax.Array:
+        """What every slot gives out next -> int32 [S, F], as one step of `generate` will tell it.
+
+        `state` stays as it is.
+        """
+        return self._program("peek")(state.slots)
+
     def prefill_bucket(self, length: int) -> int:
         """The smallest bucket that holds a piece of `length` tokens."""
         return next(b for b in self.prefill_buckets if b >= length)
@@ -314,6 +329,12 @@ class Engine:
         start = jax.jit(steps.start_slots, donate_argnums=1, out_shardings=_shardings(slots))
         first = self._prefix_like(self.prefill_buckets[0]).first
         return start.lower(first, slots, self._from_host(self._starts(())))
+
+    def _build_peek(self) -> jax.stages.Lowered:
+        def peek(slots: Slots) -> jax.Array:
+            return steps.next_rows(slots, slots.remaining > 0)
+
+        return jax.jit(peek, out_shardings=self._whole).lower(self._state_like.slots)
 
     def _build_generate(self, attend: int) -> jax.stages.Lowered:
         model, k = self.model, self.steps_per_dispatch

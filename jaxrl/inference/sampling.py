@@ -73,15 +73,16 @@ def draw(logits: jax.Array, how: How, position: jax.Array, *, alternatives: int 
     """
     logits = logits.astype(jnp.float32)
     greedy = how.temperature <= 0
-    scaled = logits / jnp.where(greedy, 1.0, how.temperature)[:, None]
-    top = jnp.max(scaled, axis=-1, keepdims=True)
-    mass = jnp.exp(scaled - top)
+    # Below 0 before the division, so that a small temperature gives -inf at worst, which is right.
+    below = logits - jnp.max(logits, axis=-1, keepdims=True)
+    scaled = below / jnp.where(greedy, 1.0, how.temperature)[:, None]
+    mass = jnp.exp(scaled)
     top_k, top_p = jnp.where(greedy, 0, how.top_k), jnp.where(greedy, 1.0, how.top_p)
     kept = keep_mask(scaled, mass, top_k, top_p)
     drawn, total = _invert(jnp.where(kept, mass, 0.0), _uniform(how.seed, position))
-    token = jnp.where(greedy, _first(scaled >= top), drawn)
+    token = jnp.where(greedy, _first(scaled >= 0), drawn)
     chosen = jnp.take_along_axis(scaled, token[:, None], axis=-1)[:, 0]
-    shift = top[:, 0] + jnp.log(total)
+    shift = jnp.log(total)
     best = _most_likely(scaled, kept, shift, how.alternatives, alternatives)
     return Drawn(token, chosen - shift, *best)
 

@@ -221,14 +221,19 @@ def _put_back(whole: jax.Array, part: jax.Array) -> jax.Array:
 def _give_out(slots: Slots, mask: jax.Array) -> tuple[jax.Array, jax.Array, Slots]:
     """-> the result int32 [S, FIELDS + 2 N], bool [S] which rows go on after it, the slots."""
     active = mask & (slots.remaining > 0)
-    drawn = slots.drawn
-    fields = [drawn.token, active.astype(jnp.int32), slots.version, _bits(drawn.logp)]
-    parts = [jnp.stack(fields, axis=-1), drawn.top_tokens, _bits(drawn.top_logps)]
-    given = jnp.where(active[:, None], jnp.concatenate(parts, axis=-1), 0)
-    stopped = jnp.any(slots.stops == drawn.token[:, None], axis=-1)
+    given = next_rows(slots, active)
+    stopped = jnp.any(slots.stops == slots.drawn.token[:, None], axis=-1)
     left = jnp.where(stopped, 0, slots.remaining - 1)
     slots = dataclasses.replace(slots, remaining=jnp.where(active, left, slots.remaining))
     return given, mask & (slots.remaining > 0), slots
+
+
+def next_rows(slots: Slots, active: jax.Array) -> jax.Array:
+    """What `active` bool [S] slots give out next -> int32 [S, FIELDS + 2 N]; 0 for the others."""
+    drawn = slots.drawn
+    fields = [drawn.token, active.astype(jnp.int32), slots.version, _bits(drawn.logp)]
+    parts = [jnp.stack(fields, axis=-1), drawn.top_tokens, _bits(drawn.top_logps)]
+    return jnp.where(active[:, None], jnp.concatenate(parts, axis=-1), 0)
 
 
 def _advance(slots: Slots, alive: jax.Array, logits: jax.Array, version: jax.Array) -> Slots:

@@ -7,7 +7,8 @@ import collections
 import contextlib
 import dataclasses
 import threading
-from concurrent.futures import Future, InvalidStateError
+import weakref
+from concurrent.futures import Future
 
 import numpy as np
 
@@ -59,12 +60,7 @@ class TokenStream:
         return self
 
     def __next__(self) -> Chunk:
-        waiter = self._channel.take()
-        try:
-            chunk = waiter.result()
-        except BaseException:  # Ctrl-C
-            self._channel.give_back(waiter)
-            raise
+        chunk = self._channel.wait()
         if chunk is None:
             self._raise_failure()
             raise StopIteration
@@ -74,12 +70,7 @@ class TokenStream:
         return self
 
     async def __anext__(self) -> Chunk:
-        waiter = self._channel.take()
-        try:
-            chunk = await asyncio.wrap_future(waiter)
-        except asyncio.CancelledError:
-            self._channel.give_back(waiter)
-            raise
+        chunk = await self._channel.arrival()
         if chunk is None:
             self._raise_failure()
             raise StopAsyncIteration
@@ -104,45 +95,86 @@ class Channel:
     that a stream which its consumer forgets is collected."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._chunks: collections.deque[Chunk] = collections.deque()
-        self._waiter: Future | None = None
+        self._waiter: tuple[_Wakes, asyncio.Future] | None = None
         self._ended = False
 
     def put(self, chunk: Chunk) -> None:
         """Hand a chunk over; never blocks."""
-        with self._lock:
+        with self._changed:
             self._chunks.append(chunk)
-            self._answer()
+            self._wake()
 
     def end(self) -> None:
         """No chunk follows."""
-        with self._lock:
+        with self._changed:
             self._ended = True
-            self._answer()
+            self._wake()
 
-    def take(self) -> Future:
-        """A future of the next chunk, or of None after the last one."""
+    def wait(self) -> Chunk | None:
+        """The next chunk, or None after the last one; blocks until it is there."""
+        with self._changed:
+            self._changed.wait_for(self._ready)
+            return self._next()
+
+    async def arrival(self) -> Chunk | None:
+        """As `wait`, for a coroutine. Who is cancelled meanwhile has taken nothing."""
+        while True:
+            with self._changed:
+                if self._ready():
+                    return self._next()
+                loop = asyncio.get_running_loop()
+                waiter = loop.create_future()
+                self._waiter = (_wakes_of(loop), waiter)
+            await waiter
+
+    def _ready(self) -> bool:
+        return bool(self._chunks) or self._ended
+
+    def _next(self) -> Chunk | None:
+        return self._chunks.popleft() if self._chunks else None
+
+    def _wake(self) -> None:
+        self._changed.notify_all()
+        if self._waiter is not None:
+            (wakes, waiter), self._waiter = self._waiter, None
+            wakes.add(waiter)
+
+
+class _Wakes:
+    """Futures of one loop that other threads end. The loop is called once for all that come before
+    it gets to it: a dispatch has news for every stream at the same time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiters: list[asyncio.Future] = []
+
+    def add(self, waiter: asyncio.Future) -> None:
+        """End this one, from any thread."""
         with self._lock:
-            self._waiter = Future()
-            waiter = self._waiter
-            self._answer()
-            return waiter
+            self._waiters.append(waiter)
+            called = len(self._waiters) > 1
+        if not called:
+            # A loop that is closed has nobody left who waits.
+            with contextlib.suppress(RuntimeError):
+                waiter.get_loop().call_soon_threadsafe(self._end_all)
 
-    def give_back(self, waiter: Future) -> None:
-        """The consumer was interrupted while it waited: the chunk is for the next time."""
+    def _end_all(self) -> None:
         with self._lock:
-            if waiter.cancel() or waiter.cancelled():
-                self._waiter = None
-            elif (chunk := waiter.result()) is not None:
-                self._chunks.appendleft(chunk)
+            waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():  # its consumer may have been cancelled
+                waiter.set_result(None)
 
-    def _answer(self) -> None:
-        if self._waiter is None or not (self._chunks or self._ended):
-            return
-        waiter, self._waiter = self._waiter, None
-        # A waiter that was cancelled in this moment gets nothing, and the chunk stays.
-        with contextlib.suppress(InvalidStateError):
-            waiter.set_result(self._chunks[0] if self._chunks else None)
-            if self._chunks:
-                self._chunks.popleft()
+
+_WAKES: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Wakes] = weakref.WeakKeyDictionary()
+_WAKES_LOCK = threading.Lock()
+
+
+def _wakes_of(loop: asyncio.AbstractEventLoop) -> _Wakes:
+    """The one object of a loop."""
+    with _WAKES_LOCK:
+        if loop not in _WAKES:
+            _WAKES[loop] = _Wakes()
+        return _WAKES[loop]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import math
 from collections.abc import Iterable, Sequence
@@ -15,7 +16,9 @@ def parse_object(raw: bytes) -> dict[str, Any]:
     """The JSON object in a body. Raises `FieldError` for anything else."""
     try:
         # Text first: `json.loads` would also take UTF-16.
-        body = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant)
+        body = json.loads(
+            raw.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_object
+        )
     except UnicodeDecodeError as error:
         raise FieldError(f"the body is not UTF-8: {error}") from None
     except RecursionError:
@@ -29,6 +32,15 @@ def parse_object(raw: bytes) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON number")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object; a field given twice would otherwise count as its last value, in silence."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice, _ = collections.Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"the field {twice[:80]!r} is given twice")
+    return found
 
 
 class Fields:

@@ -78,7 +78,7 @@ async def generate(driver: Driver, request: Generate) -> AsyncIterator[Piece]:
     with driver.stream(request.tokens, request.params, timeout=request.timeout) as stream:
         async for chunk in stream:
             _check_finite(chunk)
-            count, piece = text.take([int(token) for token in chunk.tokens])
+            count, piece = text.take(chunk.tokens.tolist())
             yield _piece(chunk, count, piece, "stop" if text.stopped else None)
             if text.stopped:
                 return
@@ -89,8 +89,9 @@ async def generate(driver: Driver, request: Generate) -> AsyncIterator[Piece]:
 
 
 def _check_finite(chunk: Chunk) -> None:
-    bad = np.flatnonzero(~np.isfinite(chunk.logprobs))
-    if bad.size:
+    finite = np.isfinite(chunk.logprobs)
+    if not finite.all():
+        bad = np.flatnonzero(~finite)
         raise DriverError(
             f"weights of version {chunk.versions[bad[0]]} gave log-probability "
             f"{chunk.logprobs[bad[0]]}: it must be finite"

@@ -18,6 +18,7 @@ from jaxrl.serving import protocol
 from jaxrl.serving.backend import Backend
 from jaxrl.serving.generation import Generate, Piece
 from jaxrl.serving.merging import merged
+from jaxrl.serving.openai_prompts import check_characters
 from jaxrl.serving.openai_requests import MIN_TEMPERATURE, derived_seed
 from jaxrl.types import SamplingParams, WeightVersion
 
@@ -55,6 +56,7 @@ def generates_of(request: Message, backend: Backend) -> list[Generate]:
     """A DecodeRequest -> what to generate for each of its samples. Raises as `decode` does."""
     _refuse_unsupported(request)
     samples = _samples(request, backend.max_waiting)
+    check_characters(len(request.text_content.text), backend, "text_content")
     tokens = prompt_of(request, backend.tokenizer)
     timeout = request.timeout_seconds if request.HasField("timeout_seconds") else None
     if timeout is not None and not (math.isfinite(timeout) and timeout > 0):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from jaxrl.errors import ConfigError, DriverError
 from jaxrl.observe.logger import get_logger
@@ -30,6 +32,15 @@ BODY_S, WRITE_S, LINGER_S = 30.0, 60.0, 2.0
 that connections have to end when the server stops."""
 
 _LOGGER = get_logger("serving")
+
+
+def _no_fault_of_clients(record: logging.LogRecord) -> bool:
+    """Bytes that are no HTTP have been answered; quoted in a log, they could show a token."""
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+
+
+_HTTP_LOGGER = get_logger("serving.http")
+_HTTP_LOGGER.addFilter(_no_fault_of_clients)
 _PAGES = ("/", "/status", "/metrics")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -65,6 +76,7 @@ async def start_http(
     runner = web.AppRunner(
         _Routes(backend, token, metrics).application(),
         access_log=None,
+        logger=_HTTP_LOGGER,
         # Whoever leaves cancels the handler, which frees the slot.
         handler_cancellation=True,
         shutdown_timeout=LINGER_S,
@@ -74,7 +86,7 @@ async def start_http(
     await runner.setup()
     try:
         await web.TCPSite(runner, host, port).start()
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, UnicodeError) as error:  # the last: a name that is none
         await runner.cleanup()
         raise ConfigError(f"cannot listen on {host}, port {port}: {error}") from None
     return HttpServer(runner)
@@ -156,7 +168,8 @@ class _Routes:
         index, piece = await anext(pieces)
         response = web.StreamResponse(headers=replies.EVENT_HEADERS)
         try:
-            await response.prepare(request)
+            with _leaving():
+                await response.prepare(request)
             await _write(response, answer.take(index, piece))
             async for index, piece in pieces:
                 await _write(response, answer.take(index, piece))
@@ -234,8 +247,15 @@ async def _write(response: web.StreamResponse, event: replies.Event) -> None:
     """Send an event, if there is one. Raises `_ClientGoneError`."""
     if event is None:
         return
-    try:
+    with _leaving():
         async with asyncio.timeout(WRITE_S):
             await response.write(replies.event_bytes(event))
+
+
+@contextlib.contextmanager
+def _leaving() -> Iterator[None]:
+    """Raises `_ClientGoneError` where nobody takes what is sent."""
+    try:
+        yield
     except (ConnectionError, TimeoutError) as error:
         raise _ClientGoneError from error

@@ -159,7 +159,7 @@ def read_json(path: Path) -> dict[str, Any]:
     text = path.read_bytes()
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"cannot read {path}: not valid JSON ({error})") from error
     if not isinstance(value, dict):
         raise CheckpointError(

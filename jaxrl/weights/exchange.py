@@ -45,6 +45,12 @@ def snapshot(params: Any) -> Any:
     return join_frozen(copy_to(trained), frozen)
 
 
+def check_number(version: WeightVersion) -> None:
+    """Raises WeightVersionError for a number that devices cannot write beside each token."""
+    if not -(2**31) <= version.number < 2**31:
+        raise WeightVersionError(f"version number {version.number} must be an integer of 32 bits")
+
+
 def check_newer(present: WeightVersion, version: WeightVersion) -> None:
     """Raises WeightVersionError unless `version` may follow `present`: numbers must not fall, and
     one number has one digest."""

@@ -1,4 +1,4 @@
-"""Standard output that cannot take what a command says."""
+"""Outputs that cannot take what a command says."""
 
 from __future__ import annotations
 
@@ -30,3 +30,12 @@ def test_output_that_cannot_be_written_is_one_line_and_exit_code_1(shell, reason
 
     assert result.returncode == 1
     assert result.stderr == f"jaxrl: error: cannot write to standard output: {reason}\n"
+
+
+@pytest.mark.parametrize("shell", ["2> /dev/full", "2>&-"])
+def test_error_that_cannot_be_told_keeps_its_exit_code(shell):
+    code = CODE.replace("--help", "--nonsense")
+
+    result = subprocess.run(["bash", "-c", f'{sys.executable} -c "{code}" {shell}'], check=False)
+
+    assert result.returncode == 2

@@ -265,6 +265,15 @@ def test_port_that_is_taken_is_the_users_mistake(jaxrl, published):
     assert f"cannot listen on 127.0.0.1, port {port}" in log
 
 
+def test_host_that_is_no_name_is_the_users_mistake(jaxrl, published):
+    flags = [f"--weights={published[0]}", "--host=a..b", "--http-port=0", "--grpc-port=-1"]
+
+    code, _, log = jaxrl("serve", *flags)
+
+    assert code == 2
+    assert "cannot listen on a..b, port 0" in log
+
+
 def test_longer_context_than_the_models_is_the_users_mistake(jaxrl, published):
     flags = [f"--weights={published[0]}", "--http-port=0", "--grpc-port=-1", "--max-length=65"]
 
@@ -326,6 +335,7 @@ def test_missing_package_is_named_with_its_extra(published, monkeypatch):
         (["--weights=a", "--http-port=70000"], "must be between -1 and 65535"),
         (["--weights=a", "--slots=0"], "must be at least 1"),
         (["--weights=a", "--timeout-s=0"], "must be above 0"),
+        (["--weights=a", "--grace-s=1e11"], "must be between 0 and 100000000"),
         (["--weights=a", "--in-flight=later"], "in-flight"),
         (["--weights=a", "--htp-port=1"], "did you mean --http-port?"),
     ],
@@ -414,7 +424,13 @@ def test_run_that_has_published_nothing_is_waited_for_when_it_is_followed(
     assert loaded.driver.version.number == 300
 
 
-def test_follower_reports_a_damaged_version_once_and_goes_on(run_folder, programs, caplog):
+def _no_room(*_):
+    raise RuntimeError("no room on the device")
+
+
+def test_follower_reports_what_goes_wrong_once_and_goes_on(
+    run_folder, programs, caplog, monkeypatch
+):
     folder, publish = run_folder
     args = _follow(folder, programs)
     loaded = served.load_served(args)
@@ -428,11 +444,15 @@ def test_follower_reports_a_damaged_version_once_and_goes_on(run_folder, program
         follower = served.Follower(args, loaded.parts, backend, poll_s=0.02)
         _until(lambda: "cannot follow the run" in caplog.text)
         time.sleep(0.2)
-        good = publish(2, 2)
+        with monkeypatch.context() as patch:
+            patch.setattr(driver, "set_weights", _no_room)
+            publish(2, 2)
+            _until(lambda: "no room on the device" in caplog.text)
+        good = publish(3, 3)
         _until(lambda: driver.version == good)
         follower.stop()
 
-    assert caplog.text.count("cannot follow the run") == 1
+    assert caplog.text.count("cannot follow the run") == 2
 
 
 def _until(condition):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 
 import numpy as np
@@ -44,15 +45,15 @@ def test_requests_that_find_a_free_slot_need_no_place_in_the_queue(tiny, prompts
 
 
 def test_request_whose_time_is_over_fails_and_frees_its_slot_or_place(tiny, prompts):
-    gate = Gate(tiny.engine, hold_at=[2])
+    gate = Gate(tiny.engine, hold_at=[1])
     with driver_of(tiny, gate) as driver:
         running = [
-            driver.submit(prompts[i], SamplingParams(20, seed=i), timeout=0.05) for i in range(4)
+            driver.submit(prompts[i], SamplingParams(20, seed=i), timeout=0.3) for i in range(4)
         ]
         assert gate.reached.wait(60)
-        waiting = driver.submit(prompts[0], SamplingParams(20), timeout=0.05)
+        waiting = driver.submit(prompts[0], SamplingParams(20), timeout=0.3)
         patient = driver.submit(prompts[0], SamplingParams(3))
-        threading.Event().wait(0.2)
+        threading.Event().wait(0.4)
         gate.go.set()
 
         for future in (*running, waiting):
@@ -82,6 +83,17 @@ def test_drain_finishes_what_is_there_and_admits_nothing_more(tiny, prompts):
         assert all(future.done() for future in futures)
         with pytest.raises(DriverError, match="being stopped"):
             driver.submit(prompts[0], SamplingParams(2))
+
+
+def test_drain_and_stop_wait_without_a_limit_if_told_to(tiny, prompts):
+    with driver_of(tiny) as driver:
+        future = driver.submit(prompts[0], SamplingParams(2))
+
+        drained = driver.drain(math.inf)
+        driver.stop(math.inf)
+
+    assert drained is True
+    assert len(future.result(0).tokens) == 2
 
 
 def test_drain_tells_when_its_time_was_not_enough(tiny, prompts):

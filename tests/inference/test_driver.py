@@ -366,3 +366,24 @@ async def test_not_a_number_weights_fail_the_request_not_thedriver_of(tiny, prom
         got = await driver.sample(prompts[0], SamplingParams(3, seed=1))
     wanted = tiny.naive(prompts[0], SamplingParams(3, seed=1), version=1)[0]
     np.testing.assert_array_equal(got.tokens, wanted)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"seed": np.int64(-1)},
+        {"stop_tokens": frozenset({1, 2})},
+        {"max_tokens": np.int8(5)},
+        {"temperature": np.float32(0.5), "top_p": np.float64(0.5), "top_k": np.uint8(3)},
+    ],
+    ids=str,
+)
+async def test_request_in_numbers_of_another_kind_is_served_like_any_other(tiny, prompts, odd):
+    params = SamplingParams(**{"max_tokens": 5, **odd})
+
+    with driver_of(tiny) as driver:
+        completion = await driver.sample(prompts[0], params)
+        others = await driver.sample(prompts[1], SamplingParams(2))
+
+    assert 1 <= len(completion.tokens) <= 5
+    assert len(others.tokens) == 2

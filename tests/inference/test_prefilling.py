@@ -42,7 +42,7 @@ def _batcher(tiny, **options):
 
 
 def _request(number, prompt, params, *, streamed=False):
-    prompt = check_request(prompt, params, Limits(VOCAB, LENGTH, 2))
+    prompt, params = check_request(prompt, params, Limits(VOCAB, LENGTH, 2))
     return Request(number, prompt, params, Future(), Channel() if streamed else None)
 
 

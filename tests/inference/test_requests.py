@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 
@@ -41,21 +43,46 @@ GOOD = SamplingParams(max_tokens=4)
         ([1 << 80], GOOD, "integers"),
         ([1], SamplingParams(max_tokens=4, stop_tokens=(1, 2, 3)), "3 stop tokens.*at most 2"),
         ([1], SamplingParams(max_tokens=4, stop_tokens=(40,)), "stop token 40"),
+        ([1], SamplingParams(max_tokens=4, stop_tokens=None), "stop_tokens=None"),
+        ([[1], [1, 2]], GOOD, "flat list"),
+        (np.array([1], "m8[s]"), GOOD, "integers.*timedelta"),
+        ([1], SamplingParams(max_tokens=np.int8(127)), r"1 tokens \+ max_tokens=127 = 128"),
+        ([1], SamplingParams(max_tokens=np.int64(2**63 - 1)), "beyond the context"),
+        ([1], SamplingParams(max_tokens=4, temperature="1"), "temperature='1' must be a number"),
+        ([1], SamplingParams(max_tokens=4, temperature=10**400), "must be a number"),
+        ([1], SamplingParams(max_tokens=4, top_p=None), "top_p=None must be a number"),
+        ([1], SamplingParams(max_tokens=4, top_p=np.array([0.5, 0.5])), "must be a number"),
     ],
 )
 def test_bad_request_is_refused_with_value_and_rule(tokens, params, message):
     with pytest.raises(RequestError, match=message):
-        check_request(np.array(tokens), params, LIMITS)
+        check_request(tokens, params, LIMITS)
 
 
 def test_prompt_that_just_fits_is_accepted_as_a_copy():
     tokens = np.arange(12, dtype=np.int64)
 
-    prompt = check_request(tokens, GOOD, LIMITS)
+    prompt, _ = check_request(tokens, GOOD, LIMITS)
     tokens[0] = 5
 
     assert prompt.dtype == np.int32
     np.testing.assert_array_equal(prompt, np.arange(12))
+
+
+def test_accepted_parameters_are_the_requests_own_plain_numbers():
+    stops = [1, 2]
+
+    _, params = check_request(
+        [1],
+        SamplingParams(
+            np.int64(4), np.float32(0.5), np.int64(-1), stops, np.uint8(3), Fraction(1, 2)
+        ),
+        LIMITS,
+    )
+    stops.append(3)
+
+    assert params == SamplingParams(4, 0.5, -1, (1, 2), 3, 0.5)
+    assert {type(value) for value in (params.max_tokens, params.seed, params.top_k)} == {int}
 
 
 def _rows(tokens, logps, versions):

@@ -47,6 +47,16 @@ def test_logprob_is_of_the_tempered_distribution(temperature):
     np.testing.assert_allclose(logp, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_smallest_temperature_takes_the_most_likely_with_certainty():
+    logits = 100 * _logits(6, 33)
+    temperatures = np.full(6, np.finfo(np.float32).tiny)
+
+    token, logp = sample(logits, temperatures, _seeds(6), np.zeros(6, np.int32))
+
+    np.testing.assert_array_equal(token, logits.argmax(-1))
+    np.testing.assert_array_equal(logp, np.zeros(6))
+
+
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
 def test_frequencies_follow_the_distribution(temperature):
     draws, vocab = 20000, 33

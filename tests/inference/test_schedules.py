@@ -75,7 +75,7 @@ def alone(served) -> Alone:
 
 
 def _request(prompt, params) -> Request:
-    prompt = check_request(prompt, params, Limits(VOCAB, LENGTH, 2, 3))
+    prompt, params = check_request(prompt, params, Limits(VOCAB, LENGTH, 2, 3))
     return Request(0, prompt, params, Future())
 
 

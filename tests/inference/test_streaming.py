@@ -39,8 +39,8 @@ def test_chunks_are_the_completion_bit_for_bit(tiny, prompts, temperature):
     np.testing.assert_array_equal(versions, whole.versions)
     np.testing.assert_array_equal(stream.completion.tokens, whole.tokens)
     assert stream.completion.finish_reason == whole.finish_reason == "length"
-    # The first token as soon as it is there, then four a dispatch: one after the other.
-    assert [len(chunk.tokens) for chunk in chunks] == [1, 4, 4, 2]
+    # The first token as soon as it is there, then the rest of its dispatch of four, and so on.
+    assert [len(chunk.tokens) for chunk in chunks] == [1, 3, 4, 3]
 
 
 def test_stop_token_is_in_the_last_chunk(tiny, prompts):
@@ -55,17 +55,26 @@ def test_stop_token_is_in_the_last_chunk(tiny, prompts):
     assert stream.completion.finish_reason == "stop"
 
 
-def test_first_chunk_comes_before_the_last_dispatch(tiny, prompts):
-    engine = Gate(tiny.engine, hold_at=[2])
+def test_first_chunk_comes_before_the_first_dispatch(tiny, prompts):
+    engine = Gate(tiny.engine, hold_at=[1])
 
     with driver_of(tiny, engine) as driver, driver.stream(prompts[0], SamplingParams(8)) as stream:
         first = next(stream)
-        ended_early = engine.reached.wait(60) and engine.dispatches == 2
+        ended_early = engine.reached.wait(60) and engine.dispatches == 1
         engine.go.set()
         rest = list(stream)
 
     assert ended_early
-    assert [len(c.tokens) for c in (first, *rest)] == [1, 4, 3]
+    assert [len(c.tokens) for c in (first, *rest)] == [1, 3, 4]
+
+
+def test_stream_of_one_token_has_one_chunk(tiny, prompts):
+    with driver_of(tiny) as driver:
+        chunks = list(driver.stream(prompts[2], SamplingParams(1, seed=6)))
+
+    assert [chunk.tokens.tolist() for chunk in chunks] == [
+        tiny.naive(prompts[2], SamplingParams(1, seed=6))[0].tolist()
+    ]
 
 
 @pytest.mark.asyncio
@@ -165,12 +174,12 @@ async def test_cancelled_task_frees_the_slot(tiny, prompts):
         await asyncio.to_thread(until, lambda: driver.stats().running == 0)
 
     assert driver.stats().cancelled == 1
-    assert len(seen) <= 1  # of the one dispatch before
+    assert len(seen) <= 2  # the first token, and the rest of the one dispatch before
 
 
 @pytest.mark.asyncio
 async def test_wait_that_is_cut_short_loses_no_token(tiny, prompts):
-    engine = Gate(tiny.engine, hold_at=[2])
+    engine = Gate(tiny.engine, hold_at=[1])
     with driver_of(tiny, engine) as driver:
         stream = driver.stream(prompts[0], SamplingParams(9, seed=5))
         chunks = [await anext(stream)]
@@ -184,19 +193,68 @@ async def test_wait_that_is_cut_short_loses_no_token(tiny, prompts):
     np.testing.assert_array_equal(_joined(chunks)[0], wanted)
 
 
-def test_chunk_that_came_in_the_moment_of_an_interruption_is_not_lost():
+ONE = Chunk(np.array([1]), np.zeros(1, np.float32), np.zeros(1, np.int32))
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("woken", [False, True])
+async def test_chunk_that_came_in_the_moment_of_an_interruption_is_not_lost(woken):
     channel = Channel()
-    one = Chunk(np.array([1]), np.zeros(1, np.float32), np.zeros(1, np.int32))
-    waiter = channel.take()
-    channel.put(one)
+    waiting = asyncio.create_task(channel.arrival())
+    await asyncio.sleep(0)
+    channel.put(ONE)
+    if woken:
+        # After the loop has ended the wait, before the task has gone on.
+        asyncio.get_running_loop().call_soon(waiting.cancel)
+        await asyncio.sleep(0)
+    else:
+        waiting.cancel()
 
-    channel.give_back(waiter)
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
 
-    assert channel.take().result() is one
+    assert await channel.arrival() is ONE
+
+
+@pytest.mark.asyncio
+async def test_news_for_many_streams_call_their_loop_once(monkeypatch):
+    loop, calls = asyncio.get_running_loop(), []
+    call = loop.call_soon_threadsafe
+    monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *a: (calls.append(a), call(*a)))
+    channels = [Channel() for _ in range(5)]
+    waiting = [asyncio.create_task(channel.arrival()) for channel in channels]
+    await asyncio.sleep(0)
+
+    for channel in channels:
+        channel.put(ONE)
+
+    assert await asyncio.gather(*waiting) == [ONE] * 5
+    assert len(calls) == 1
+
+
+def test_consumer_whose_loop_is_closed_does_not_hurt_the_driver(tiny, prompts):
+    engine = Gate(tiny.engine, hold_at=[1])
+    kept = []
+
+    async def leave_waiting(driver):
+        kept.append(driver.stream(prompts[0], SamplingParams(8)))
+        await anext(kept[0])
+        kept.append(asyncio.ensure_future(anext(kept[0])))
+        await asyncio.sleep(0)
+
+    with driver_of(tiny, engine) as driver:
+        loop = asyncio.new_event_loop()
+        loop.run_until_complete(leave_waiting(driver))
+        loop.close()
+        engine.go.set()
+        after = driver.sample_blocking(prompts[1], SamplingParams(5, seed=2))
+
+    wanted = tiny.naive(prompts[1], SamplingParams(5, seed=2))[0]
+    np.testing.assert_array_equal(after.tokens, wanted)
 
 
 def test_engine_failure_comes_out_after_the_tokens_before_it(tiny, prompts):
-    engine = Gate(tiny.engine, hold_at=[2])
+    engine = Gate(tiny.engine, hold_at=[1])
     with driver_of(tiny, engine) as driver:
         stream = driver.stream(prompts[0], SamplingParams(20))
         first = next(stream)

@@ -17,7 +17,7 @@ from jaxrl.errors import WeightVersionError
 from jaxrl.inference.batcher import Batcher
 from jaxrl.inference.driver import Driver
 from jaxrl.inference.requests import Request
-from jaxrl.types import SamplingParams
+from jaxrl.types import SamplingParams, WeightVersion
 
 POLICIES = ("finish", "continue", "recompute")
 
@@ -182,6 +182,15 @@ def test_wrong_digest_is_refused_and_the_old_weights_go_on_serving(tiny, prompts
     np.testing.assert_array_equal(got.tokens, tiny.naive(prompts[0], SamplingParams(4, seed=1))[0])
     with pytest.raises(WeightVersionError):
         Driver(tiny.engine, tiny.params[0], tiny.versions[1])
+
+
+def test_version_number_beyond_32_bits_is_refused_and_the_driver_goes_on(tiny, prompts):
+    with Driver(tiny.engine, tiny.params[0], tiny.versions[0], verify=False) as driver:
+        with pytest.raises(WeightVersionError, match="2147483648 must be an integer of 32 bits"):
+            driver.set_weights(tiny.params[1], WeightVersion(2**31, "any"))
+        completion = driver.submit(prompts[0], SamplingParams(2)).result(60)
+
+    np.testing.assert_array_equal(completion.versions, [0, 0])
 
 
 def test_version_numbers_must_not_fall(tiny):

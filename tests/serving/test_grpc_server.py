@@ -72,6 +72,10 @@ BAD_REQUESTS = {
     "stop token": ({**TOKENS, "max_tokens": 4, "stop_token_ids": [9999]}, "stop token 9999"),
     "stop tokens": ({**TOKENS, "max_tokens": 4, "stop_token_ids": range(30)}, "stop tokens"),
     "empty stop": ({**TOKENS, "max_tokens": 4, "stop": [""]}, "stop string"),
+    "long text": (
+        {"text_content": {"text": "a" * 1_000_000}, "max_tokens": 4},
+        "text_content has 1000000 characters",
+    ),
     "samples": ({**TOKENS, "max_tokens": 4, "num_samples": -1}, "num_samples=-1"),
     "many samples": ({**TOKENS, "max_tokens": 4, "num_samples": 129}, "num_samples=129"),
     "session": ({**TOKENS, "max_tokens": 4, "session_cache": "s"}, "session_cache='s'"),

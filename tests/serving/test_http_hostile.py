@@ -157,6 +157,7 @@ def test_bad_field_of_a_chat_is_named_with_the_rule(shared, fields, param, messa
         (b'{"prompt": "Hi", "n": ' + b"9" * 5000 + b"}", "not JSON"),
         (b'{"prompt": ' + b"[" * 200_000, "nested too deeply"),
         (b'{"prompt": "Hi"} x', "not JSON"),
+        (b'{"prompt": "Hi", "seed": 1, "n": 1, "seed": 2}', "'seed' is given twice"),
     ],
 )
 def test_body_that_is_no_request_is_refused(shared, raw, message):
@@ -280,3 +281,12 @@ def test_bytes_that_are_no_http_do_not_disturb_others(shared, raw):
             answer = b""
 
     assert b" 200 " not in answer
+
+
+def test_token_in_bytes_that_are_no_http_is_not_logged(shared, caplog):
+    with socket.create_connection(("127.0.0.1", shared.server.port), timeout=60) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\nAuthorization: Bearer very-secret\x00\r\n\r\n")
+        answer = connection.recv(65536)
+
+    assert b" 400 " in answer
+    assert caplog.text == ""

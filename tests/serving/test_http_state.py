@@ -10,6 +10,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 from serving.servers import NAME, serving, until
 
@@ -179,6 +180,23 @@ def test_client_that_leaves_frees_its_slots(tiny, gate, stream):
     if not stream:
         labels = (("endpoint", "/v1/completions"), ("status", "499"))
         assert responses[("jaxrl_http_responses_total", labels)] == 1
+
+
+def test_client_that_leaves_as_its_stream_begins_is_no_error_of_ours(shared, monkeypatch, caplog):
+    prepare = web.StreamResponse.prepare
+
+    async def prepare_late(response, request):
+        if isinstance(response, web.Response):
+            return await prepare(response, request)
+        request.transport.close()
+        return await prepare(response, request)
+
+    monkeypatch.setattr(web.StreamResponse, "prepare", prepare_late)
+    with asking(shared, stream=True) as connection:
+        assert connection.recv(65536) == b""
+
+    until(lambda: present(shared.backend.driver) == 0)
+    assert caplog.text == ""
 
 
 def test_client_that_leaves_the_queue_is_never_decoded(tiny, gate):

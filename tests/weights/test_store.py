@@ -239,7 +239,9 @@ def test_restore_of_damaged_data_is_an_error(tmp_path, damage):
     assert str(tmp_path / "0") in str(error.value)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"format": 1}', '{"format": 99}'])
+@pytest.mark.parametrize(
+    "content", ["{", "[]", '{"format": 1}', '{"format": 99}', "[" * 100_000], ids=lambda x: x[:12]
+)
 def test_restore_with_damaged_stamp_is_an_error(tmp_path, content):
     store = WeightStore(tmp_path)
     publish(store, 0)
