@@ -159,8 +159,11 @@ def serve(bench: Bench, interleaved: bool) -> dict:
     async def all_at_once():
         return await asyncio.gather(*(ask(server, request) for request in requests))
 
-    answers = asyncio.run(all_at_once())
-    driver.stop()
+    # Their thread may still tell the loop of an end that everybody knows: a closed loop would raise
+    # there, and kill the process.
+    with asyncio.Runner() as loop:
+        answers = loop.run(all_at_once())
+        driver.stop()
     for text in texts:
         asked.append((bench.tokenizer.encode(text), 24))
     expected = [bench.expected(*request) for request in asked]
@@ -220,8 +223,9 @@ def page(bench: Bench) -> dict:
 
     content = pb.DecodeRequest.TokenContent(token_ids=bench.endless[-8:])
     request = pb.DecodeRequest(token_content=content, max_tokens=5)
-    tokens, _ = asyncio.run(ask(space["server"], request))
-    space["driver"].stop()
+    with asyncio.Runner() as loop:
+        tokens, _ = loop.run(ask(space["server"], request))
+        space["driver"].stop()
     engine = space["engine"]
     space |= {"weights": engine.weights, "state": engine.init_decode_state()}
     exec(second, space)

@@ -109,10 +109,12 @@ async def test_prompt_given_twice_and_bytes_that_are_no_message_are_invalid_argu
     async with serving(driver) as (_, channel):
         twice = await failure(decode(channel, tokens + text))
         garbage = await failure(decode(channel, b"\xff\xfe\xfd"))
+        no_utf8 = await failure(decode(channel, text.replace(b"x", b"\xff")))
 
     assert twice.code() == garbage.code() == grpc.StatusCode.INVALID_ARGUMENT
     assert "text_content and token_content" in twice.details()
     assert "DecodeRequest" in garbage.details()
+    assert no_utf8.code() == grpc.StatusCode.INVALID_ARGUMENT
 
 
 @contextlib.asynccontextmanager
