@@ -91,6 +91,11 @@ class Tiny:
                 break
         return np.array(tokens), np.array(logps)
 
+    def logits(self, sequence, version: int) -> np.ndarray:
+        """Logits [V] after `sequence`, by a full forward under the weights of a version."""
+        logits = self._next(self.params[version], _padded(sequence), len(sequence) - 1)
+        return np.asarray(logits)[0]
+
     def logprobs(self, prompt, tokens, version: int, temperature: float = 1.0) -> np.ndarray:
         """Log-probability of each completion token under the weights of `version`."""
         sequence = [*prompt, *tokens]

@@ -196,9 +196,10 @@ def test_every_token_carries_the_version_whose_logprob_it_has(
         assert (np.diff(completion.versions) >= 0).all()
         if in_flight == "finish":
             assert len(set(completion.versions)) == 1
-        if request.params.top_k or request.params.top_p < 1:
-            continue
-        _assert_logprobs(served, request, completion, in_flight)
+        if not request.params.temperature or request.params == _whole(request.params):
+            _assert_logprobs(served, request, completion, in_flight)
+        elif in_flight != "continue":
+            _assert_cut_logprobs(served, request, completion)
 
 
 def _assert_logprobs(served, request, completion, in_flight):
@@ -215,6 +216,31 @@ def _assert_logprobs(served, request, completion, in_flight):
         }
         expected = [by_version[v][i] for i, v in enumerate(completion.versions.tolist())]
     np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=1e-4)
+
+
+def _whole(params):
+    """The same without top-k and top-p."""
+    return dataclasses.replace(params, top_k=0, top_p=1.0)
+
+
+def _assert_cut_logprobs(served, request, completion):
+    """Recomputed under the stamped versions over what top-k and top-p leave, by sorting."""
+    params, sequence = request.params, list(request.prompt)
+    for i, (token, version) in enumerate(
+        zip(completion.tokens.tolist(), completion.versions.tolist(), strict=True)
+    ):
+        logits = served.logits(sequence, version).astype(np.float64) / params.temperature
+        probabilities = np.exp(logits - logits.max())
+        order = np.argsort(-probabilities, kind="stable")[: params.top_k or None]
+        shares = np.cumsum(probabilities[order]) / probabilities[order].sum()
+        last = int(np.searchsorted(shares, params.top_p))
+        # Where rounding decides about the last token, either is right.
+        if last >= len(shares) or abs(shares[last] - params.top_p) > 1e-5:
+            kept = order[: last + 1]
+            assert token in kept
+            expected = np.log(probabilities[token] / probabilities[kept].sum())
+            np.testing.assert_allclose(completion.logprobs[i], expected, rtol=0, atol=1e-4)
+        sequence.append(token)
 
 
 @_settings
