@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 
 _FEW_ROWS = 128
+_MUCH = 1 << 17  # numbers of a product: more are turned block by block
+_BLOCK = 1024
 
 
 def linear(
@@ -44,7 +46,28 @@ def weight_first(x: jax.Array, weight: jax.Array, dtype: jnp.dtype) -> jax.Array
     batch, length, width = x.shape
     rows = x.reshape(batch * length, width)
     product = jnp.einsum("oi,ri->or", weight, rows, preferred_element_type=dtype)
-    return jax.lax.optimization_barrier(product).T.reshape(batch, length, -1)
+    product = jax.lax.optimization_barrier(product)
+    rows = transpose_by_block(product) if product.size > _MUCH else product.T
+    return rows.reshape(batch, length, -1)
+
+
+def transpose_by_block(x: jax.Array) -> jax.Array:
+    """x [O, R] -> [R, O], written to memory some outputs at a time.
+
+    XLA:CPU would turn each number where it is read, in every kernel that reads it, and a whole
+    vocabulary's numbers then come from far apart: for 32 rows that costs more than all the rest of
+    the sampling.
+    """
+    outputs, rows = x.shape
+    width = min(_BLOCK, outputs)
+
+    def turn(i: jax.Array, turned: jax.Array) -> jax.Array:
+        # The last block overlaps with the one before where the width does not divide.
+        start = jnp.minimum(i * width, outputs - width)
+        block = jax.lax.dynamic_slice_in_dim(x, start, width)
+        return jax.lax.dynamic_update_slice_in_dim(turned, block.T, start, axis=1)
+
+    return jax.lax.fori_loop(0, -(-outputs // width), turn, jnp.zeros((rows, outputs), x.dtype))
 
 
 @jax.custom_vjp

@@ -13,6 +13,7 @@ from jaxrl.models.linear import (
     many_rows,
     plain_grads,
     rows_first,
+    transpose_by_block,
     weight_first,
 )
 
@@ -54,6 +55,27 @@ def test_weight_first_of_few_rows_equals_rows_first():
         rtol=1e-5,
         atol=1e-5,
     )
+
+
+def test_weight_first_of_a_vocabulary_equals_rows_first():
+    rng = np.random.default_rng(0)
+    x = jnp.array(rng.normal(size=(1, 8, 4)), jnp.float32)
+    weight = jnp.array(rng.normal(size=(20_000, 4)), jnp.float32)
+
+    product = jax.jit(weight_first, static_argnums=2)(x, weight, jnp.dtype("float32"))
+
+    assert product.size > 1 << 17
+    expected = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
+    np.testing.assert_allclose(product, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("outputs", [5, 1024, 1500, 4096])
+def test_transpose_by_block_gives_every_number_its_place(outputs):
+    x = jnp.arange(outputs * 3, dtype=jnp.float32).reshape(outputs, 3)
+
+    turned = jax.jit(transpose_by_block)(x)
+
+    np.testing.assert_array_equal(turned, np.asarray(x).T)
 
 
 def test_gradients_of_many_rows_equal_those_that_jax_derives():
