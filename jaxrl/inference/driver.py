@@ -21,6 +21,7 @@ from jaxrl.errors import DeadlineError, DriverError, QueueFullError
 from jaxrl.inference.answers import answer, failure_of
 from jaxrl.inference.batcher import IN_FLIGHT, Batcher, InFlight
 from jaxrl.inference.engine import Engine
+from jaxrl.inference.pages import use_large_pages
 from jaxrl.inference.prefixes import bytes_instead
 from jaxrl.inference.requests import Limits, Request, check_request, deadline_of
 from jaxrl.inference.stats import DriverStats
@@ -76,6 +77,7 @@ class Driver:
         check_number(version)
         if verify:
             verify_digest(params, version)
+        use_large_pages(params)
         self.engine = engine
         self.tokenizer = tokenizer
         self._verify = verify
@@ -276,6 +278,7 @@ class Driver:
         check_number(version)
         if self._verify:
             verify_digest(params, version)
+        use_large_pages(params)
         with self._swap_order:
             check_newer(self._version, version)
             if version == self._version:
