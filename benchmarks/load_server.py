@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import logging
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -78,7 +79,7 @@ async def serve_ours(steps: int) -> None:
     driver.stop()
 
 
-def serve_theirs() -> None:
+def serve_theirs(attend: Sequence[int]) -> None:
     """Their driver, orchestrator and server over our engine."""
     import grpc
     from jetstream.core import orchestrator, server_lib
@@ -89,7 +90,15 @@ def serve_theirs() -> None:
     # They call a name that jax has dropped; nothing else of theirs is touched.
     jax.tree_map = jax.tree.map
     model, params, version = make_model()
-    engine = make_engine(model, params, version, make_tokenizer(), slots=SLOTS, max_length=LENGTH)
+    engine = make_engine(
+        model,
+        params,
+        version,
+        make_tokenizer(),
+        slots=SLOTS,
+        max_length=LENGTH,
+        attend_buckets=attend,
+    )
     driver = orchestrator.Driver(
         prefill_engines=[engine],
         generate_engines=[engine],
@@ -120,11 +129,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("side", choices=("jaxrl", "jetstream"))
     parser.add_argument("--steps", type=int, default=RolloutConfig().steps_per_dispatch)
+    parser.add_argument("--attend", type=int, nargs="*", default=(), help="lengths, for theirs")
     args = parser.parse_args()
     if args.side == "jaxrl":
         asyncio.run(serve_ours(args.steps))
     else:
-        serve_theirs()
+        serve_theirs(args.attend)
 
 
 if __name__ == "__main__":

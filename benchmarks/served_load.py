@@ -1,6 +1,6 @@
 """A served load through gRPC: our server against JetStream's own around the same engine.
 
-`python benchmarks/served_load.py [--rounds N] [--rates 8 16 ...]`: 200 requests with the lengths
+`python benchmarks/served_load.py [--rounds N] [--rates 3 6 ...]`: 200 requests with the lengths
 and shared beginnings of chats, at several rates and all at once, greedy. Each server is a process
 of its own, this process is the client of both, with the same bytes. They take turns, round after
 round, because the speed of a shared machine drifts; a ratio is the median over rounds. CPU-seconds
@@ -138,9 +138,8 @@ def figures(answers: list[Answer], wall: float, cpu: float) -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def servers(sides: list[str], steps: int | None) -> Iterator[dict[str, Server]]:
+def servers(sides: list[str], *flags: str) -> Iterator[dict[str, Server]]:
     """Both servers, warm."""
-    flags = [] if steps is None else [f"--steps={steps}"]
     started: dict[str, Server] = {}
     try:
         for side in sides:
@@ -171,14 +170,19 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--rates", type=float, nargs="*", default=[4.0, 8.0, 16.0])
+    parser.add_argument("--rates", type=float, nargs="*", default=[3.0, 6.0])
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--steps", type=int, help="our most tokens per slot and dispatch")
+    parser.add_argument(
+        "--peer-attend", type=int, nargs="*", default=[], help="attend_buckets of their engine"
+    )
     args = parser.parse_args()
     rates = [*args.rates, None]
     seen: dict = {rate: {side: [] for side in args.sides} for rate in rates}
     different = 0
-    with servers(args.sides, args.steps) as started:
+    flags = [] if args.steps is None else [f"--steps={args.steps}"]
+    flags += ["--attend", *map(str, args.peer_attend)]
+    with servers(args.sides, *flags) as started:
         for number, rate in itertools.product(range(args.rounds), rates):
             asks = make_load(1 + number * len(rates) + rates.index(rate), rate)
             tokens = []

@@ -72,6 +72,19 @@ def test_one_prefix_fans_out_to_many_slots_with_their_own_seeds(tiny, prompts):
     assert len({tuple(rows[slot][:, 0]) for slot in range(4)}) == 4
 
 
+def test_peek_tells_what_generate_gives_out_next(tiny, prompts):
+    params, state = SamplingParams(6, 1.0, seed=2), tiny.engine.init_state()
+    prefix = tiny.engine.prefill(tiny.weights(0), [Piece(prompts[1])], 3, state)
+    state = tiny.engine.insert(prefix, state, [Entry(2, 0, params)])
+
+    seen = np.asarray(tiny.engine.peek(state))
+    rows = _run(tiny.engine, tiny.weights(0), state, dispatches=2)
+
+    np.testing.assert_array_equal(seen[2], rows[2][0])
+    assert not seen[[0, 1, 3]].any()  # empty slots
+    assert len(rows[2]) == 6
+
+
 def test_first_token_that_stops_ends_the_row_and_keeps_its_logprob(tiny, prompts):
     token, logp = tiny.naive(prompts[3], SamplingParams(1, 1.0, seed=11))
     params = SamplingParams(5, 1.0, seed=11, stop_tokens=(int(token[0]),))

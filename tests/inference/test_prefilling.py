@@ -7,6 +7,7 @@ from concurrent.futures import Future
 
 import numpy as np
 import pytest
+from host_sync import counting_host_syncs
 from inference.conftest import LENGTH, VOCAB, Tiny
 
 from jaxrl.inference.arguments import Entry, Piece
@@ -199,6 +200,21 @@ def test_long_prompt_lets_running_streams_go_on_between_its_pieces(pieced):
     # 40 tokens in calls of 8 (two rows each): one call, then some tokens, and so on.
     assert len(given) == 5
     assert min(given) >= 1
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_host_reads_first_tokens_only_for_those_who_read_along(pieced, streamed):
+    batcher = _batcher(pieced)
+    batcher.admit(
+        [_request(i, _prompt(3 + i), SamplingParams(9), streamed=streamed) for i in (0, 1)]
+    )
+
+    with counting_host_syncs() as first:
+        batcher.step()
+    with counting_host_syncs() as second:
+        batcher.step()
+
+    assert (first.count, second.count) == (1 + streamed, 1)
 
 
 def test_without_running_sequences_the_budget_delays_nothing(pieced):
