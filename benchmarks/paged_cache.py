@@ -1,131 +1,187 @@
-"""What a paged cache would cost and save in decoding: one layer's attention, and memory.
+"""Keys and values in rows of one slot each, against pages of a pool with a table. Prints JSON.
 
-`python benchmarks/paged_cache.py [--repeats N]`: attention of one decode step over contiguous rows
-[B, K, S, H], as the engine has them, against a pool of pages with a table of indices for each row,
-in XLA on the device at hand; SmolLM2-135M's heads, float32. Both write the new token first. In
-turn, in one process, CPU-seconds. Then the share of the memory that holds tokens under a load of
-mixed lengths. Prints JSON.
+`python benchmarks/paged_cache.py [--rounds N]`: the attention of one decode step at SmolLM2-135M's
+shape (9 heads, 3 kv heads, head width 64, float32), over four layers with caches of their own, the
+new token's key and value written first. Compared with the rows are pages that are gathered and then
+attended to as rows (`gathered`), and pages that are visited one after another with a running
+softmax, up to the longest row (`visited`). CPU milliseconds of one layer, and what a layout holds
+in memory at mixed lengths, from the distribution of lengths alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import statistics
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from shapes import emit, now
+from shapes import emit
+from workers import medians, timed
 
-from jaxrl.models.attention import attend, cache_mask, write_cache
+from jaxrl.models.attention import attend_by_head, write_cache
 
-HEADS, KV_HEADS, WIDTH = 9, 3, 64
-STEPS = 20
-
-
-def contiguous(query, new, position, keys, values):
-    """query [B, 1, N, H], new [B, 1, K, H], position [B], cache [B, K, S, H] -> mixed, cache."""
-    keys = write_cache(keys, new, position[:, None])
-    values = write_cache(values, new, position[:, None])
-    mask = cache_mask(position[:, None], keys.shape[2])
-    return attend(query, keys, values, mask), keys, values
+HEADS, KV_HEADS, WIDTH, LAYERS = 9, 3, 64, 4
+GROUP = HEADS // KV_HEADS
 
 
-def paged(query, new, position, keys, values, *, table):
-    """The same over a pool [P, K, page, H]; row b's entries are in the pages `table[b]`."""
-    page = keys.shape[2]
-    rows = jnp.arange(len(position))
-    place = (table[rows, position // page], slice(None), position % page)
-    keys, values = (pool.at[place].set(new[:, 0]) for pool in (keys, values))
-    seen = [
-        jnp.moveaxis(pool[table], 1, 2).reshape(len(position), KV_HEADS, -1, WIDTH)
-        for pool in (keys, values)
-    ]
-    mask = cache_mask(position[:, None], seen[0].shape[2])
-    return attend(query, *seen, mask), keys, values
+def rows(
+    query: jax.Array, new: tuple, cache: tuple, table: jax.Array, position: jax.Array
+) -> tuple[jax.Array, tuple]:
+    """Attention as the engine computes it. query [B, 1, K, G, H], new [B, 1, K, H] twice, cache
+    [B, K, S, H] twice, position [B] -> mixed values like the query, the cache."""
+    cache = tuple(write_cache(c, n, position[:, None]) for c, n in zip(cache, new, strict=True))
+    mask = (jnp.arange(cache[0].shape[2]) <= position[:, None])[:, None]
+    return attend_by_head(query, *cache, mask), cache
 
 
-def loop(step):
-    """`STEPS` steps, each with the result of the one before; the cache is donated."""
-
-    def run(query, new, position, keys, values):
-        def one(i, carry):
-            query, keys, values = carry
-            return step(query, new, position + i, keys, values)
-
-        return jax.lax.fori_loop(0, STEPS, one, (query, keys, values))
-
-    return jax.jit(run, donate_argnums=(3, 4))
+def gathered(
+    query: jax.Array, new: tuple, cache: tuple, table: jax.Array, position: jax.Array
+) -> tuple[jax.Array, tuple]:
+    """`rows` for a cache of pages [K, P, page, H] twice, table [B, S/page]."""
+    cache = _write_page(cache, new, table, position)
+    keys, values = (_gather(pool, table) for pool in cache)
+    mask = (jnp.arange(keys.shape[2]) <= position[:, None])[:, None]
+    return attend_by_head(query, keys, values, mask), cache
 
 
-def programs(batch: int, length: int) -> dict[str, tuple]:
-    """Name -> (program, its arguments besides the cache, shape of the cache)."""
-    rng = np.random.default_rng(0)
-    query = jnp.array(rng.normal(size=(batch, 1, HEADS, WIDTH)).astype(np.float32))
-    new = jnp.array(rng.normal(size=(batch, 1, KV_HEADS, WIDTH)).astype(np.float32))
-    position = jnp.full(batch, length - STEPS - 1, jnp.int32)
-    made = {"contiguous": (loop(contiguous), (batch, KV_HEADS, length, WIDTH))}
-    for page in (16, 64):
-        pages = batch * length // page
-        table = jnp.array(rng.permutation(pages).reshape(batch, -1))
-        step = functools.partial(paged, table=table)
-        made[f"paged_{page}"] = (loop(step), (pages, KV_HEADS, page, WIDTH))
-    return {name: (run, (query, new, position), shape) for name, (run, shape) in made.items()}
+def visited(
+    query: jax.Array, new: tuple, cache: tuple, table: jax.Array, position: jax.Array
+) -> tuple[jax.Array, tuple]:
+    """`gathered` without ever holding the rows: page by page, with a running maximum and sum."""
+    cache = _write_page(cache, new, table, position)
+    page, batch = cache[0].shape[2], query.shape[0]
+    shape = (KV_HEADS, batch, GROUP)
+    heads = query[:, 0].transpose(1, 0, 2, 3)
+
+    def visit(i: jax.Array, carry: tuple) -> tuple:
+        top, total, mixed = carry
+        keys, values = (pool[:, table[:, i]] for pool in cache)
+        scores = jnp.einsum("kbgh,kbph->kbgp", heads, keys)
+        seen = i * page + jnp.arange(page) <= position[:, None]
+        scores = jnp.where(seen[None, :, None], scores, -1e30)
+        higher = jnp.maximum(top, jnp.max(scores, axis=-1))
+        weights, shrink = jnp.exp(scores - higher[..., None]), jnp.exp(top - higher)
+        mixed = mixed * shrink[..., None] + jnp.einsum("kbgp,kbph->kbgh", weights, values)
+        return higher, total * shrink + jnp.sum(weights, axis=-1), mixed
+
+    start = jnp.full(shape, -1e30), jnp.zeros(shape), jnp.zeros((*shape, WIDTH))
+    _, total, mixed = jax.lax.fori_loop(0, jnp.max(position) // page + 1, visit, start)
+    return (mixed / total[..., None]).transpose(1, 0, 2, 3)[:, None], cache
 
 
-def time_all(batch: int, length: int, repeats: int) -> dict[str, float]:
-    """Name -> CPU-milliseconds of one layer's step, medians of rounds in turn."""
-    made = programs(batch, length)
-    caches = {name: [jnp.ones(shape), jnp.ones(shape)] for name, (_, _, shape) in made.items()}
-    seen: dict[str, list[float]] = {name: [] for name in made}
-    for _ in range(repeats + 1):
-        for name, (run, inputs, _) in made.items():
-            start = now()[0]
-            _, *caches[name] = jax.block_until_ready(run(*inputs, *caches[name]))
-            seen[name].append((now()[0] - start) / STEPS * 1000)
-    return {name: round(statistics.median(times[1:]), 3) for name, times in seen.items()}
-
-
-def memory_in_use(slots: int, max_length: int, requests: int = 20000) -> dict[str, float]:
-    """Share of the reserved memory that holds tokens, over a long load with full slots.
-
-    Prompts and completions are lognormal (medians 128 and 128, sigma 1), cut at half of
-    `max_length` each. Contiguous rows reserve `max_length` entries; pages of 16 reserve what a
-    sequence has so far, rounded up.
-    """
-    rng = np.random.default_rng(0)
-    half = max_length // 2
-    prompt, new = (
-        np.clip(rng.lognormal(np.log(128), 1, requests).astype(int), 1, half) for _ in range(2)
+def _write_page(cache: tuple, new: tuple, table: jax.Array, position: jax.Array) -> tuple:
+    page = cache[0].shape[2]
+    number = jnp.take_along_axis(table, position[:, None] // page, axis=1)[:, 0]
+    return tuple(
+        pool.at[:, number, position % page].set(n[:, 0].swapaxes(0, 1))
+        for pool, n in zip(cache, new, strict=True)
     )
-    # A sequence stays `new` steps and holds prompt + i entries at step i: sums over its life.
-    held = prompt * new + new * (new + 1) / 2
-    pages = (prompt // 16 + 1) * 16 * new + new * (new + 1) / 2
-    return {
-        "slots": slots,
-        "max_length": max_length,
-        "contiguous": round(float(held.sum() / (max_length * new.sum())), 3),
-        "paged_16": round(float(held.sum() / pages.sum()), 3),
+
+
+def _gather(pool: jax.Array, table: jax.Array) -> jax.Array:
+    """[K, P, page, H] -> [B, K, S, H]."""
+    found = pool[:, table]
+    return found.reshape(KV_HEADS, table.shape[0], -1, WIDTH).swapaxes(0, 1)
+
+
+def compile_step(
+    layout: Callable, cache: list, table: np.ndarray, position: np.ndarray
+) -> Callable:
+    """A compiled step over all layers, each of which feeds the next; the caches are donated."""
+
+    def step(query: jax.Array, caches: list) -> tuple[jax.Array, list]:
+        written = []
+        for cache in caches:
+            new = (query[:, :, :, 0],) * 2
+            mixed, cache = layout(query, new, cache, jnp.array(table), jnp.array(position))
+            query = query + mixed
+            written.append(cache)
+        return query, written
+
+    batch = len(position)
+    query = jax.ShapeDtypeStruct((batch, 1, KV_HEADS, GROUP, WIDTH), jnp.float32)
+    return jax.jit(step, donate_argnums=1).lower(query, cache).compile()
+
+
+def compare(batch: int, length: int, page: int, rounds: int) -> dict[str, float]:
+    """CPU milliseconds of one layer for each layout; rows end between half and all of `length`."""
+    rng = np.random.default_rng(0)
+    position = rng.integers(length // 2, length, batch).astype(np.int32)
+    count = length // page
+    table = rng.permutation(batch * count).reshape(batch, count).astype(np.int32)
+    whole = [
+        tuple(rng.standard_normal((batch, KV_HEADS, length, WIDTH), np.float32) for _ in range(2))
+        for _ in range(LAYERS)
+    ]
+
+    def paged(row: np.ndarray) -> np.ndarray:
+        pool = np.empty((KV_HEADS, batch * count, page, WIDTH), np.float32)
+        pages = row.reshape(batch, KV_HEADS, count, page, WIDTH).transpose(1, 0, 2, 3, 4)
+        pool[:, table.reshape(-1)] = pages.reshape(KV_HEADS, -1, page, WIDTH)
+        return pool
+
+    query = rng.standard_normal((batch, 1, KV_HEADS, GROUP, WIDTH), np.float32) * WIDTH**-0.5
+    caches = {
+        rows: jax.device_put(whole),
+        gathered: jax.device_put(jax.tree.map(paged, whole)),
+        visited: jax.device_put(jax.tree.map(paged, whole)),
     }
+    programs = {f: compile_step(f, cache, table, position) for f, cache in caches.items()}
+    results, times = {}, []
+    for _ in range(rounds + 1):
+        one = {}
+        for layout, program in programs.items():
+            run = functools.partial(_finish, program, query, caches[layout])
+            (results[layout], caches[layout]), taken = timed(run)
+            one[layout.__name__] = 1e3 * taken["cpu"] / LAYERS
+        times.append(one)
+    for layout in (gathered, visited):
+        np.testing.assert_allclose(results[layout], results[rows], rtol=1e-4, atol=1e-4)
+    return medians(times[1:])
+
+
+def _finish(program: Callable, *arguments: object) -> tuple:
+    return jax.block_until_ready(program(*arguments))
+
+
+def memory(longest: int, prompt: int, page: int) -> dict[str, dict[str, float]]:
+    """Share of the held entries that hold a token, averaged over the time that requests run.
+
+    Rows hold prompt + `longest` new tokens from the start; pages come when they are needed. Lengths
+    are spread evenly up to `longest`, or exponentially with a quarter of it as their mean and cut.
+    """
+    rng, record = np.random.default_rng(0), {}
+    lengths = {
+        "even": rng.integers(1, longest + 1, 10_000),
+        "exponential": np.minimum(rng.exponential(longest / 4, 10_000).astype(int) + 1, longest),
+    }
+    for name, drawn in lengths.items():
+        steps = np.concatenate([np.arange(1, n + 1) for n in drawn]) + prompt
+        held = -(-steps // page) * page
+        share = {"rows": steps.mean() / (prompt + longest), "pages": steps.sum() / held.sum()}
+        record[name] = {layout: round(float(x), 3) for layout, x in share.items()}
+    return record
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=9)
     args = parser.parse_args()
-    sizes = [(batch, length) for batch in (8, 32) for length in (512, 2048)]
-    times = {f"{b}x{s}": time_all(b, s, args.repeats) for b, s in sizes}
-    memory = [memory_in_use(32, length) for length in (512, 2048)]
-    emit(
-        {
-            "benchmark": "paged_cache",
-            "jax": jax.__version__,
-            "cpu_ms_per_layer_step": times,
-            "memory_in_use": memory,
-        }
-    )
+    cpu_ms = {
+        f"batch_{batch}_length_{length}_page_{page}": compare(batch, length, page, args.rounds)
+        for batch in (8, 32)
+        for length in (512, 2048)
+        for page in (16, 64)
+    }
+    used = {
+        f"length_{length}_page_{page}": memory(length - length // 4, length // 4, page)
+        for length in (512, 2048)
+        for page in (16, 64)
+    }
+    emit({"benchmark": "paged_cache", "jax": jax.__version__, "cpu_ms": cpu_ms, "used": used})
 
 
 if __name__ == "__main__":
