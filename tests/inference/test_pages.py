@@ -38,17 +38,15 @@ def test_large_pages_leave_every_number_as_it_is():
 
 
 def test_large_pages_under_weights_are_really_there():
-    weights, before = (
-        _weights(),
-        _on_large_pages() if Path("/proc/self/smaps_rollup").exists() else 0,
-    )
+    weights = _weights()
 
     done = use_large_pages(weights)
 
     if not done:
         pytest.skip("this system gives no large pages")
     assert done >= 40 * _MEBIBYTE
-    assert _on_large_pages() - before >= 40 * _MEBIBYTE
+    # Not the difference: the allocator may have given memory that lay on large pages already.
+    assert _on_large_pages() >= done
 
 
 def test_large_pages_of_a_small_tree_or_a_system_without_them_are_none(tmp_path, monkeypatch):
