@@ -16,6 +16,7 @@ from jaxrl.data.streaming import TextDecoder
 from jaxrl.errors import RequestError
 from jaxrl.inference.driver import Driver
 from jaxrl.inference.engine import Engine
+from jaxrl.orchestration import hosts
 from jaxrl.orchestration.session import Parts
 from jaxrl.rewards.pool import RewardPool
 from jaxrl.types import Completion, SamplingParams, WeightVersion
@@ -28,12 +29,12 @@ def make_engine(parts: Parts, max_length: int = 0) -> Engine:
     longest = max(config.rollout.max_new_tokens, config.eval_new_tokens)
     return Engine(
         parts.model,
-        slots=config.rollout.slots,
+        slots=config.rollout.slots // hosts.count(),
         max_length=max_length or config.data.max_prompt_tokens + longest,
         prefill_buckets=prompt_buckets(config),
         steps_per_dispatch=config.rollout.steps_per_dispatch,
         max_stop_tokens=max(8, len(parts.stop_ids)),
-        mesh=parts.mesh,
+        mesh=parts.sampler_mesh,
     )
 
 

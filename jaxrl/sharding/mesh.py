@@ -43,6 +43,17 @@ def make_mesh(
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
+def process_meshes(**sizes: int) -> tuple[Mesh, ...]:
+    """One mesh of those `sizes` (as for `make_mesh`) for each process, over its own devices.
+
+    Every process gets the same list. Raises `ValueError` as `make_mesh` does.
+    """
+    owned: dict[int, list[jax.Device]] = {}
+    for device in jax.devices():
+        owned.setdefault(device.process_index, []).append(device)
+    return tuple(make_mesh(**sizes, devices=owned[process]) for process in sorted(owned))
+
+
 def _resolve(sizes: dict[str, int], n_devices: int) -> tuple[int, ...]:
     """Axis sizes with a -1 replaced, checked against the number of devices."""
     if n_devices == 0:

@@ -189,7 +189,14 @@ class TrainEngine:
                 # A copy, because device_put may keep a view of the caller's memory on CPU.
                 array = np.array(array)
             micro[name] = array.reshape(self.micro_batches, -1, length)
-        return jax.device_put(micro, sharding)
+        return {name: _onto(array, sharding) for name, array in micro.items()}
+
+
+def _onto(array: np.ndarray | jax.Array, sharding: NamedSharding) -> jax.Array:
+    """The array under `sharding`; of a host's array each process takes what its devices hold."""
+    if isinstance(array, jax.Array) or sharding.is_fully_addressable:
+        return jax.device_put(array, sharding)
+    return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
 
 
 def _state_shardings(abstract: Any, params: Any, optimizer: Any, mesh: Mesh) -> TrainState:
