@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 import jax
 
 from jaxrl.distributed.order import Fingerprint, fingerprint
+
+_AVAL, _SHARDING = operator.attrgetter("aval"), operator.attrgetter("sharding")
 
 
 class Host(Protocol):
@@ -37,8 +40,8 @@ class Checked:
     """Called like the jitted function it wraps, by all processes in the same order.
 
     At the first call with inputs of a new shape, dtype or sharding the program is compiled and
-    compared; afterwards the compiled program is called without any look at its arguments. Static
-    arguments are not supported.
+    compared; afterwards the compiled program is called as soon as its arguments are seen to be like
+    those before. Static arguments are not supported.
     """
 
     def __init__(self, jitted: Any, name: str, host: Host, facts: Mapping[str, Any] | None = None):
@@ -53,20 +56,12 @@ class Checked:
         Raises `CollectiveOrderError` or `HangError` before a first run for which the processes
         do not agree or do not all come.
         """
+        key = _key(args, kwargs)
         last = self._last
-        if last is not None:
-            try:
-                self._host.starting(last.entry)
-                return last.program(*args, **kwargs)
-            except (TypeError, ValueError):
-                # Raised before anything runs if the arguments are not those it was compiled for;
-                # every process goes this way alike.
-                if _key(args, kwargs) == last.key:
-                    raise
-        variant = self._variant(args, kwargs)
-        self._last = variant
-        self._host.starting(variant.entry)
-        return variant.program(*args, **kwargs)
+        if last is None or last.key != key:
+            last = self._last = self._variant(key, args, kwargs)
+        self._host.starting(last.entry)
+        return last.program(*args, **kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """As of the jitted function."""
@@ -76,8 +71,7 @@ class Checked:
         """How many programs there are, as of a jitted function."""
         return len(self._variants)
 
-    def _variant(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Variant:
-        key = _key(args, kwargs)
+    def _variant(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Variant:
         for variant in self._variants:
             if variant.key == key:
                 return variant
@@ -92,5 +86,11 @@ class Checked:
 
 
 def _key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What decides which program runs. Fast where all leaves are arrays that programs returned:
+    these share the objects that are compared."""
     leaves, structure = jax.tree.flatten((args, kwargs))
-    return structure, tuple((jax.typeof(x), getattr(x, "sharding", None)) for x in leaves)
+    try:
+        return structure, tuple(map(_AVAL, leaves)), tuple(map(_SHARDING, leaves))
+    except AttributeError:  # a leaf of NumPy or Python
+        shardings = tuple(getattr(leaf, "sharding", None) for leaf in leaves)
+        return structure, tuple(map(jax.typeof, leaves)), shardings

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import jax
 from jax.sharding import Mesh
 
 from jaxrl.distributed import connection, groups
@@ -204,10 +205,8 @@ class Processes:
         self.closed = True
         if self._control is None or self._watchdog is None:
             return
-        cause = ""
-        if self._watchdog.failure is not error:
-            # An interruption is its own cause.
-            cause = self._watchdog.explain(_EXPLAIN_S if isinstance(error, Exception) else 0.0)
+        # Only an error of communication can have its cause in another process.
+        cause = self._watchdog.explain(_EXPLAIN_S) if _of_communication(error) else ""
         self._watchdog.stop()
         text = " ".join(str(error).split())
         reason = f"{type(error).__name__}: {text}"[:500]
@@ -242,11 +241,18 @@ class Processes:
             self.fail(error)
 
 
+def _of_communication(error: BaseException) -> bool:
+    """Whether `error` may come from a collective whose other side is gone."""
+    return isinstance(error, jax.errors.JaxRuntimeError) or (
+        isinstance(error, Exception) and "Gloo" in str(error)
+    )
+
+
 def _short(inputs: tuple[str, ...]) -> str:
     """Inputs in a few words that differ where they differ."""
     digest = hashlib.sha256("\n".join(inputs).encode()).hexdigest()[:8]
     last = inputs[-1] if inputs else "no inputs"
-    return f"{len(inputs)} inputs ({digest}; the last {last})"
+    return f"inputs {digest} (the last of {len(inputs)}: {last})"
 
 
 def _leave_at_once(signum: int | None, kind: type[BaseException]) -> None:

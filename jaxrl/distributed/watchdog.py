@@ -116,14 +116,17 @@ class Watchdog:
     def explain(self, wait_s: float) -> str:
         """Why others may be the cause of an error here: looks for up to `wait_s` seconds."""
         deadline = time.monotonic() + wait_s
-        while self.failure is None and time.monotonic() < deadline:
+        while True:
+            if self.failure is not None and not isinstance(self.failure, HangError):
+                return str(self.failure)
             with contextlib.suppress(Exception):
                 self._listen()
             lost = self._lost(patience=min(self._watch.dead_after_s, wait_s))
             if lost is not None:
                 return str(lost)
+            if time.monotonic() > deadline:
+                return ""
             time.sleep(0.1)
-        return "" if self.failure is None else str(self.failure)
 
     @property
     def _quiet_s(self) -> float:
