@@ -17,7 +17,7 @@ from jaxrl.models.model import Model
 from jaxrl.sharding import DEFAULT_RULES, Rules, make_mesh
 from jaxrl.train.objectives import Objective
 from jaxrl.train.optimizer import Optimizer
-from jaxrl.train.state import TrainState
+from jaxrl.train.state import TrainState, state_shardings
 from jaxrl.train.step import make_step
 from jaxrl.types import TrajectoryBatch
 from jaxrl.weights.disk import check_tensors, tensors_of
@@ -57,7 +57,7 @@ class TrainEngine:
         trained_like, _ = split_frozen(model.abstract)
         trained_to, frozen_to = split_frozen(model.shardings(self.mesh, rules))
         trained, frozen = split_frozen(params)
-        self._shardings = _state_shardings(trained_like, trained_to, optimizer, self.mesh)
+        self._shardings = state_shardings(trained_like, trained_to, optimizer, self.mesh)
         self._state = self._initial_state(trained, optimizer)
         self._frozen = jax.device_put(frozen, frozen_to)
         step = make_step(
@@ -190,16 +190,3 @@ class TrainEngine:
                 array = np.array(array)
             micro[name] = array.reshape(self.micro_batches, -1, length)
         return jax.device_put(micro, sharding)
-
-
-def _state_shardings(abstract: Any, params: Any, optimizer: Any, mesh: Mesh) -> TrainState:
-    """Moments lie where their weights do, `params`; everything else is on every device."""
-    replicated = NamedSharding(mesh, PartitionSpec())
-    opt_state = optax.tree_utils.tree_map_params(
-        optimizer,
-        lambda leaf, sharding: sharding,
-        jax.eval_shape(optimizer.init, abstract),
-        params,
-        transform_non_params=lambda leaf: replicated,
-    )
-    return TrainState(params, opt_state, replicated)
