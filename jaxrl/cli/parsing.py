@@ -16,9 +16,11 @@ from typing import Any
 from absl import flags
 
 from jaxrl.cli.options import (
+    CompileOptions,
     ConvertOptions,
     EvalOptions,
     GenerateOptions,
+    PlanOptions,
     ServeOptions,
     TrainOptions,
     store_as_run,
@@ -87,6 +89,20 @@ COMMANDS: dict[str, Command] = {
             "jaxrl.cli.convert",
             ConvertOptions,
         ),
+        Command(
+            "plan",
+            "Say how much memory a run needs on each device, and whether it fits.",
+            "jaxrl plan --config=FILE [--topology=v5e:4x8 | --devices=N --hbm-gb=X] ...",
+            "jaxrl.cli.plan",
+            PlanOptions,
+        ),
+        Command(
+            "compile",
+            "Compile a run for a TPU slice that need not be there: memory, traffic, step time.",
+            "jaxrl compile --config=FILE --topology=v5e:16x16 [--programs=train,decode] ...",
+            "jaxrl.cli.compile",
+            CompileOptions,
+        ),
     )
 }
 
@@ -95,10 +111,9 @@ COMMANDS: dict[str, Command] = {
 class Arguments:
     """A parsed command line.
 
-    `options` is the record of the command's own flags (`TrainOptions`, `EvalOptions`,
-    `GenerateOptions`, `ServeOptions`, `ConvertOptions`), `config` the validated config with
-    `overrides` (path -> text) applied: that of the config file, of the run's config.json, or the
-    one that serves published weights.
+    `options` is the record of the command's own flags (`TrainOptions`, `EvalOptions`, …), `config`
+    the validated config with `overrides` (path -> text) applied: that of the config file, of the
+    run's config.json, or the one that serves published weights.
     """
 
     command: str
@@ -122,7 +137,7 @@ def parse_arguments(command: Command, argv: Sequence[str]) -> Arguments:
     if command.name == "serve":
         given = store_as_run(given)
     options = _read_options(command, given, words)
-    if command.name == "train":
+    if hasattr(options, "config"):
         config = load_config_file(options.config)
     elif options.run:
         config = load_config(Path(options.run) / "config.json")
@@ -130,7 +145,7 @@ def parse_arguments(command: Command, argv: Sequence[str]) -> Arguments:
         config = weights_config(options)
     published = config
     config = apply_overrides(config, overrides)
-    if command.name != "train" and options.run:
+    if getattr(options, "run", ""):
         _check_same_model(published, config)
     if isinstance(options, GenerateOptions):
         options = _with_defaults(options, config)
