@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,22 @@ def device_groups(mesh: Mesh, axes: str | tuple[str, ...]) -> tuple[tuple[Any, .
     grid = np.transpose(mesh.devices, across + along)
     rows = grid.reshape(-1, math.prod(mesh.devices.shape[axis] for axis in along))
     return tuple(tuple(row) for row in rows)
+
+
+def axes_of(groups: Sequence[Sequence[int]], sizes: Mapping[str, int]) -> str | None:
+    """The axes of a mesh along which the devices of each of `groups` differ: "fsdp, tensor".
+
+    `sizes` is axis -> size, in the order of the mesh; ids are positions in `mesh.devices.flat`.
+    None if there are ids that the mesh does not have.
+    """
+    coordinates = np.asarray(list(np.ndindex(*sizes.values())))
+    if any(not 0 <= device < len(coordinates) for group in groups for device in group):
+        return None
+    differ = np.zeros(len(sizes), bool)
+    for group in groups:
+        places = coordinates[list(group)]
+        differ |= (places != places[:1]).any(0)
+    return ", ".join(name for name, used in zip(sizes, differ, strict=True) if used)
 
 
 def process_group(mesh: Mesh, axes: str | tuple[str, ...], process: int) -> Group:

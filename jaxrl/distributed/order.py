@@ -123,13 +123,18 @@ def compare(prints: Mapping[int, Fingerprint]) -> str:
 
 def line_of(collective: Collective) -> str:
     """One line: "all-reduce sum f32[4,8] over [[0,1],[2,3]] x3"."""
-    arrays = ", ".join(
-        f"{dtype}[{','.join(map(str, shape))}]"
-        for dtype, shape in zip(collective.dtypes, collective.shapes, strict=True)
-    )
+    arrays = arrays_text(collective)
     reduction = f" {collective.reduction}" if collective.reduction else ""
     trips = f" x{collective.trips}" if collective.trips != 1 else ""
     return f"{collective.kind}{reduction} {arrays} over {groups_text(collective)}{trips}"
+
+
+def arrays_text(collective: Collective) -> str:
+    """The results in short: "f32[4,8], f32[]"."""
+    return ", ".join(
+        f"{dtype}[{','.join(map(str, shape))}]"
+        for dtype, shape in zip(collective.dtypes, collective.shapes, strict=True)
+    )
 
 
 def groups_text(collective: Collective) -> str:

@@ -54,6 +54,8 @@ def read_programs(folder: Path | str) -> tuple[Program, ...]:
     path = Path(folder) / FILE
     try:
         records = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(records, list):
+            raise TypeError(f"{type(records).__name__} instead of a list")
         return tuple(
             Program(
                 record["name"],
@@ -64,7 +66,7 @@ def read_programs(folder: Path | str) -> tuple[Program, ...]:
         )
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise DataError(f"{path} is not a list of programs: {error}") from error
 
 
