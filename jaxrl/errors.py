@@ -75,3 +75,7 @@ class CollectiveOrderError(DistributedError):
 
 class HangError(DistributedError):
     """A process waits for others that never arrived, died or stopped; the message says which."""
+
+
+class CompileError(JaxrlError):
+    """A program does not compile for the chip, most often because its memory is too small."""

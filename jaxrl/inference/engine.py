@@ -128,6 +128,11 @@ class Engine:
         return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
     @property
+    def abstract_state(self) -> DecodeState:
+        """The decode state as `jax.ShapeDtypeStruct` with shardings."""
+        return self._state_like
+
+    @property
     def prefill_rows(self) -> tuple[int, ...]:
         """Rows of one prefill call, for each of `prefill_buckets`."""
         return tuple(self._rows.values())
@@ -285,9 +290,13 @@ class Engine:
         """The compiled program of a verb for these sizes; compiles it if `warm_up` has not run."""
         key = (verb, *sizes)
         if key not in self._compiled:
-            build = getattr(self, f"_build_{verb}")
-            self._compiled[key] = build(*sizes).compile()
+            self._compiled[key] = self.lower(verb, *sizes).compile()
         return self._compiled[key]
+
+    def lower(self, verb: str, *sizes: int) -> jax.stages.Lowered:
+        """The program of a verb before its compilation: "prefill" and "copy" of a bucket,
+        "generate" of a length that is attended to, "init", "start", "spread" and "peek"."""
+        return getattr(self, f"_build_{verb}")(*sizes)
 
     # Ahead-of-time compilation: a program that gets other shapes or placements than those it was
     # compiled for refuses them, where jit would silently compile again.

@@ -179,6 +179,8 @@ class Block(nnx.Module):
 
 
 _RESIDUAL = ("batch", "length", None)
+_KEPT = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
+"""What each `remat` keeps of a layer for the backward pass; None: nothing."""
 
 
 class Decoder(nnx.Module):
@@ -252,4 +254,5 @@ class Decoder(nnx.Module):
     def _remat(self, step: Callable) -> Callable:
         if self.config.remat == "none":
             return step
-        return jax.checkpoint(step, prevent_cse=not self.config.scan_layers)
+        policy = _KEPT[self.config.remat]
+        return jax.checkpoint(step, prevent_cse=not self.config.scan_layers, policy=policy)

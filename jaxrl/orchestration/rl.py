@@ -39,9 +39,10 @@ from jaxrl.rollout.workflow import Workflow
 from jaxrl.train.engine import TrainEngine
 from jaxrl.train.objectives import grpo_objective
 from jaxrl.train.optimizer import make_optimizer
+from jaxrl.train.reference import Reference
 from jaxrl.types import TrajectoryBatch, TrajectoryGroup, WeightVersion
 from jaxrl.weights.digest import stamp
-from jaxrl.weights.exchange import publish, publish_to_processes, snapshot
+from jaxrl.weights.exchange import publish, publish_to_processes
 
 _LOGGER = get_logger("orchestration")
 
@@ -199,16 +200,18 @@ class RLTrainer:
             version=version,
         )
 
-    def _load_reference(self) -> Any:
+    def _load_reference(self) -> Reference | None:
         """The weights that RL began with, if the objective holds the policy near them."""
         if not self.config.algorithm.kl_coef:
             return None
+        offload = self.config.algorithm.ref_offload
         if self.updates == 0:
-            return snapshot(self._engine.params)
+            return Reference(self._engine.params, offload=offload)
         shardings = self.parts.model.shardings(self.parts.mesh)
         start, abstract = self._place.rl_start, self.parts.model.abstract
         frozen = self._engine.frozen
-        return self.session.store.restore(start, abstract, shardings, frozen=frozen)[0]
+        stored = self.session.store.restore(start, abstract, shardings, frozen=frozen)[0]
+        return Reference(stored, offload=offload)
 
     def _make_collector(self) -> Collector:
         rollout = self.config.rollout
@@ -295,7 +298,7 @@ class RLTrainer:
     def _extras(self, batch: TrajectoryBatch) -> dict[str, jax.Array]:
         if self._reference is None:
             return {}
-        return {"ref_logp": self._engine.logprobs(batch, self._reference)}
+        return {"ref_logp": self._engine.logprobs(batch, self._reference.params())}
 
     def _publish(self) -> None:
         """Hand the engine's weights to the sampler as the version that they are."""

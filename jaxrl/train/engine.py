@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from jaxrl.models.lora import join_frozen, split_frozen
 from jaxrl.models.model import Model
@@ -18,12 +18,10 @@ from jaxrl.sharding import DEFAULT_RULES, Rules, make_mesh
 from jaxrl.train.objectives import Objective
 from jaxrl.train.optimizer import Optimizer
 from jaxrl.train.state import TrainState
-from jaxrl.train.step import make_step
+from jaxrl.train.step import ROWS, jit_step
 from jaxrl.types import TrajectoryBatch
 from jaxrl.weights.disk import check_tensors, tensors_of
 from jaxrl.weights.exchange import copy_to
-
-_ROWS = (None, "batch", "length")  # logical axes of the arrays [M, R/M, T] of a batch
 
 
 class TrainEngine:
@@ -54,22 +52,13 @@ class TrainEngine:
         self.mesh = make_mesh(devices=jax.local_devices()[:1]) if mesh is None else mesh
         self.micro_batches = micro_batches
         self._version = version
-        trained_like, _ = split_frozen(model.abstract)
-        trained_to, frozen_to = split_frozen(model.shardings(self.mesh, rules))
+        _, frozen_to = split_frozen(model.shardings(self.mesh, rules))
         trained, frozen = split_frozen(params)
-        self._shardings = _state_shardings(trained_like, trained_to, optimizer, self.mesh)
+        self._update, self._shardings = jit_step(
+            model, optimizer, objective, mesh=self.mesh, rules=rules
+        )
         self._state = self._initial_state(trained, optimizer)
         self._frozen = jax.device_put(frozen, frozen_to)
-        step = make_step(
-            model,
-            optimizer,
-            objective,
-            mesh=self.mesh,
-            rules=rules,
-            param_shardings=self._shardings.params,
-        )
-        replicated = NamedSharding(self.mesh, PartitionSpec())
-        self._update = jax.jit(step, donate_argnums=0, out_shardings=(self._shardings, replicated))
 
     @property
     def version(self) -> int:
@@ -170,8 +159,8 @@ class TrainEngine:
     def _place(self, arrays: Mapping[str, Any]) -> dict[str, jax.Array]:
         """Arrays [R, T] -> [M, R/M, T] on the mesh, rows split over the data axes."""
         rows, length = arrays["tokens"].shape
-        sharding = self.rules.sharding(self.mesh, _ROWS)
-        data, context = (self.rules.shards(self.mesh, axis) for axis in _ROWS[1:])
+        sharding = self.rules.sharding(self.mesh, ROWS)
+        data, context = (self.rules.shards(self.mesh, axis) for axis in ROWS[1:])
         if rows % (self.micro_batches * data):
             raise ValueError(
                 f"rows={rows} must be divisible by {self.micro_batches * data}: "
@@ -197,16 +186,3 @@ def _onto(array: np.ndarray | jax.Array, sharding: NamedSharding) -> jax.Array:
     if isinstance(array, jax.Array) or sharding.is_fully_addressable:
         return jax.device_put(array, sharding)
     return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
-
-
-def _state_shardings(abstract: Any, params: Any, optimizer: Any, mesh: Mesh) -> TrainState:
-    """Moments lie where their weights do, `params`; everything else is on every device."""
-    replicated = NamedSharding(mesh, PartitionSpec())
-    opt_state = optax.tree_utils.tree_map_params(
-        optimizer,
-        lambda leaf, sharding: sharding,
-        jax.eval_shape(optimizer.init, abstract),
-        params,
-        transform_non_params=lambda leaf: replicated,
-    )
-    return TrainState(params, opt_state, replicated)

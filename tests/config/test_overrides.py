@@ -73,7 +73,7 @@ def test_apply_overrides_together_are_checked_as_a_whole(config):
         ("train.learning_rate", "fast", "train.learning_rate='fast' must be a finite number"),
         ("train.learning_rate", "nan", "train.learning_rate='nan' must be a finite number"),
         ("observe.plots", "maybe", "observe.plots='maybe' must be true or false"),
-        ("model.remat", "ful", "model.remat='ful' must be one of 'none', 'full'; did you mean"),
+        ("model.remat", "ful", "model.remat='ful' must be one of 'none', 'dots', 'full'; did"),
         ("rollout.prefill_buckets", "64;128", "rollout.prefill_buckets='64;128' must be an int"),
         ("rollout.prefill_buckets", "{}", "rollout.prefill_buckets='{}' must be an integer"),
         ("data.task_options", "a=1", "data.task_options='a=1' must be a mapping"),
