@@ -20,6 +20,10 @@ _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 _WINDOW = re.compile(r"window=\{([^}]*)\}")
 _CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 _KERNEL_FLOPS = re.compile(r'"?flops"?:\s*"?(\d+)')
+_SPLASH = re.compile(r"splash_mha_(fwd|dq|dkv)")
+_SPLASH_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
+"""Products of the shape of the scores in each of the splash attention kernels."""
+
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _NAMES = re.compile(r"%([\w.\-]+)")
 _SLICES = ("dynamic-slice", "slice", "gather")
@@ -131,8 +135,7 @@ class _Counter:
         if one.opcode == "convolution":
             return _convolution(one, inside)
         if one.opcode == "custom-call":
-            found = _KERNEL_FLOPS.search(one.attributes)
-            return float(found.group(1)) if found else 0.0
+            return _kernel(one, inside)
         called = one.named("calls")
         if not called:
             return 0.0
@@ -249,6 +252,20 @@ def _convolution(one: Instruction, inside: dict[str, Instruction]) -> float:
         sizes = left[lhs.index(label)], right[rhs.index(label)], result[out.index(label)]
         flops *= _valid(*sizes, **{key: values[at] for key, values in window.items()})
     return flops
+
+
+def _kernel(one: Instruction, inside: dict[str, Instruction]) -> float:
+    """What a kernel says of itself; of attention, whose kernels say nothing, half of all pairs of
+    tokens: the others are hidden, and skipped."""
+    found = _KERNEL_FLOPS.search(one.attributes)
+    if found:
+        return float(found.group(1))
+    splash = _SPLASH.search(one.name)
+    heads = [shape for name in one.operands if len(shape := _shape(name, inside)) == 4]
+    if splash is None or not heads:
+        return 0.0
+    query, keys = max(heads, key=lambda shape: shape[1]), max(shape[2] for shape in heads)
+    return _SPLASH_PRODUCTS[splash.group(1)] * math.prod(query) * keys
 
 
 def _window(attributes: str) -> dict[str, list]:
