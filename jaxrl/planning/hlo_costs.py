@@ -16,6 +16,7 @@ from jaxrl.distributed import hlo_text
 from jaxrl.distributed.hlo import bits
 from jaxrl.distributed.hlo_text import Instruction, Module
 
+_ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,]*)\](\{[^}]*\})?")
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 _WINDOW = re.compile(r"window=\{([^}]*)\}")
 _CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
@@ -173,7 +174,12 @@ def _two_branches(one: Instruction) -> list[str]:
 
 
 def _size(one: Instruction) -> float:
-    return sum(math.prod(shape) * bits(dtype) / 8 for dtype, shape in hlo_text.arrays(one.type))
+    """Bytes of a value in the device's main memory: what lies nearer is marked in its layout."""
+    total = 0.0
+    for dtype, dims, layout in _ARRAY.findall(one.type):
+        if "S(" not in layout and dtype not in ("token", "opaque"):
+            total += math.prod(int(n) for n in dims.split(",") if n) * bits(dtype) / 8
+    return total
 
 
 def _written(one: Instruction, fused: dict[str, Instruction]) -> tuple[float, set[str]]:
