@@ -17,6 +17,7 @@ from jaxrl.distributed.hlo import bits
 from jaxrl.distributed.hlo_text import Instruction, Module
 
 _ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,]*)\](\{[^}]*\})?")
+_ALIASED = re.compile(r"\{(\d*)\}: \((\d+), \{")
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 _WINDOW = re.compile(r"window=\{([^}]*)\}")
 _CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
@@ -155,18 +156,26 @@ class _Counter:
             return 2.0 * _size(update) if update else 0.0
         fused = self._module.instructions(one.named("calls")) if one.opcode == "fusion" else {}
         written, in_place = _written(one, fused)
+        carried = {int(operand) for _, operand in _ALIASED.findall(one.attributes)}
+        if carried:
+            # Buffers of transfers under way pass through, to be filled beside the computation.
+            results = _arrays(one)
+            passed = (int(output or 0) for output, _ in _ALIASED.findall(one.attributes))
+            written -= sum(results[at] for at in passed if at < len(results))
         parameters = {
             int(part.arguments): part for part in fused.values() if part.opcode == "parameter"
         }
         read = 0.0
         for index, name in enumerate(one.operands):
             parameter = parameters.get(index)
+            if index in carried:
+                continue
             if parameter is not None and parameter.name in in_place:
                 continue
             sliced = _sliced(parameter, fused) if parameter is not None else None
             operand = inside.get(name)
             read += sliced if sliced is not None else (_size(operand) if operand else 0.0)
-        return written + read
+        return max(written, 0.0) + read
 
 
 def _two_branches(one: Instruction) -> list[str]:
@@ -174,12 +183,18 @@ def _two_branches(one: Instruction) -> list[str]:
 
 
 def _size(one: Instruction) -> float:
-    """Bytes of a value in the device's main memory: what lies nearer is marked in its layout."""
-    total = 0.0
-    for dtype, dims, layout in _ARRAY.findall(one.type):
-        if "S(" not in layout and dtype not in ("token", "opaque"):
-            total += math.prod(int(n) for n in dims.split(",") if n) * bits(dtype) / 8
-    return total
+    """Bytes of a value in the device's main memory."""
+    return sum(_arrays(one))
+
+
+def _arrays(one: Instruction) -> list[float]:
+    """Bytes of each array of a value in main memory: what lies nearer is marked in its layout."""
+    return [
+        0.0
+        if "S(" in layout or dtype in ("token", "opaque")
+        else math.prod(int(n) for n in dims.split(",") if n) * bits(dtype) / 8
+        for dtype, dims, layout in _ARRAY.findall(one.type)
+    ]
 
 
 def _written(one: Instruction, fused: dict[str, Instruction]) -> tuple[float, set[str]]:
