@@ -18,7 +18,9 @@ from jaxrl.models import attention as ops
 from jaxrl.models.chunked import attend_after
 from jaxrl.models.experts import Experts
 from jaxrl.models.layers import MLP, Context, Declare, Projections, RMSNorm
+from jaxrl.models.ring import ring_attend
 from jaxrl.models.rope import apply_rope
+from jaxrl.models.splash import splash_attend
 
 if TYPE_CHECKING:
     from jaxrl.config import ModelConfig
@@ -82,26 +84,53 @@ class Attention(Projections):
         value = pin(value, _KV_HEADS)
         if context.prior is not None:
             mixed, cache = self._after(query, key, value, context, cache, place)
-            return self.project("out", pin(mixed, _HEADS).reshape(*x.shape[:2], -1)), cache
+            return self._out(mixed, context), cache
         if cache is None:
-            keys, values = key.swapaxes(1, 2), value.swapaxes(1, 2)
-        else:
-            cache = (
-                ops.write_cache(cache[0], key, context.slots, place.index),
-                ops.write_cache(cache[1], value, context.slots, place.index),
-            )
-            keys, values = (_visible(side, context.attend_length, place.index) for side in cache)
-        mixed = ops.attend(
-            query,
-            keys,
-            values,
-            sight.mask,
-            causal=context.causal,
-            window=sight.window,
-            scale=config.query_scale**-0.5 if config.query_scale else None,
-            cap=config.attention_softcap,
+            mixed = self._row(query, key, value, context, place)
+            return self._out(mixed, context), None
+        cache = (
+            ops.write_cache(cache[0], key, context.slots, place.index),
+            ops.write_cache(cache[1], value, context.slots, place.index),
         )
-        return self.project("out", pin(mixed, _HEADS).reshape(*x.shape[:2], -1)), cache
+        keys, values = (_visible(side, context.attend_length, place.index) for side in cache)
+        mixed = ops.attend(query, keys, values, sight.mask, **self._scoring())
+        return self._out(mixed, context), cache
+
+    def _scoring(self) -> dict[str, float | None]:
+        """How scores are made of products: `scale` and `cap`."""
+        config = self.config
+        scale = config.query_scale**-0.5 if config.query_scale else None
+        return {"scale": scale, "cap": config.attention_softcap}
+
+    def _out(self, mixed: jax.Array, context: Context) -> jax.Array:
+        """mixed [B, T, N, H] -> [B, T, D]."""
+        mixed = context.constrain(mixed, _HEADS)
+        return self.project("out", mixed.reshape(*mixed.shape[:2], -1))
+
+    def _row(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, context: Context, place: Place
+    ) -> jax.Array:
+        """Attention of rows over themselves -> mixed values [B, T, N, H]."""
+        sight, size = context.sight(place.windowed), self.config.sliding_window
+        scoring = self._scoring()
+        if context.attention == "plain":
+            keys, values = key.swapaxes(1, 2), value.swapaxes(1, 2)
+            causal = {"causal": context.causal, "window": sight.window}
+            return ops.attend(query, keys, values, sight.mask, **causal, **scoring)
+        args = (query, key, value, context.segment_ids, context.spread)
+        if context.attention == "ring":
+            window = _window(size, place.windowed)
+            # Of scanned layers, some see everything.
+            widest = size if place.windowed is True else 0
+            return ring_attend(*args, window=window, widest=widest, **scoring)
+        if isinstance(place.windowed, bool):
+            return splash_attend(*args, window=size * place.windowed, **scoring)
+        # The blocks that a kernel skips are fixed in it.
+        near, far = (
+            lambda *arrays, w=w: splash_attend(*arrays, *args[3:], window=w, **scoring)
+            for w in (size, 0)
+        )
+        return jax.lax.cond(place.windowed, near, far, *args[:3])
 
     def _after(
         self,
@@ -123,8 +152,7 @@ class Attention(Projections):
             context.prior,
             layer=place.index,
             window=_window(config.sliding_window, place.windowed),
-            scale=config.query_scale**-0.5 if config.query_scale else None,
-            cap=config.attention_softcap,
+            **self._scoring(),
         )
         return mixed, own
 
@@ -168,17 +196,22 @@ class Block(nnx.Module):
         self, x: jax.Array, context: Context, cache: tuple | None, place: Place
     ) -> tuple[jax.Array, tuple | None]:
         """x [B, T, D] -> (x [B, T, D], cache)."""
-        mixed, cache = self.attention(self.attention_norm(x), context, cache, place)
+        pin = context.constrain
+        # Norms see their part of the residual stream; what `tensor` splits sees whole rows.
+        normed = pin(self.attention_norm(x), _WHOLE)
+        mixed, cache = self.attention(normed, context, cache, place)
+        mixed = pin(mixed, _RESIDUAL)
         if self.post_norms:
             mixed = self.attention_post_norm(mixed)
-        x = context.constrain(x + mixed, _RESIDUAL)
-        inner = self.mlp(self.mlp_norm(x), context)
+        x = pin(x + mixed, _RESIDUAL)
+        inner = pin(self.mlp(pin(self.mlp_norm(x), _WHOLE), context), _RESIDUAL)
         if self.post_norms:
             inner = self.mlp_post_norm(inner)
-        return context.constrain(x + inner, _RESIDUAL), cache
+        return pin(x + inner, _RESIDUAL), cache
 
 
-_RESIDUAL = ("batch", "length", None)
+_RESIDUAL = ("batch", "residual", None)
+_WHOLE = ("batch", "length", None)
 
 
 class Decoder(nnx.Module):

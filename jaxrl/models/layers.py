@@ -19,12 +19,10 @@ from flax import nnx
 
 from jaxrl.models.chunked import Prior
 from jaxrl.models.linear import linear
+from jaxrl.models.spread import Spread
 
 if TYPE_CHECKING:
     from jaxrl.config import ModelConfig
-
-Constrain = Callable[[jax.Array, tuple[str | None, ...]], jax.Array]
-"""(activation, logical axis per dimension) -> the activation with its sharding pinned."""
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
@@ -36,13 +34,14 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 class Sight:
     """Where the queries of a layer stand and what they see.
 
-    cos, sin float32 [B, T, H/2]; mask bool [B or 1, T, S]; `window` > 0 promises that the mask
-    hides all but the last so many tokens.
+    cos, sin float32 [B, T, H/2]; mask bool [B or 1, T, S], None where attention is told
+    `Context.segment_ids` instead; `window` > 0 promises that all but the last so many tokens are
+    hidden.
     """
 
     cos: jax.Array
     sin: jax.Array
-    mask: jax.Array
+    mask: jax.Array | None
     window: int = 0
 
 
@@ -51,20 +50,31 @@ class Context:
     """What every layer needs to know about the tokens of this call.
 
     `whole` holds for layers that see the whole sequence, `windowed` for the others (None: there are
-    none). `causal`: S = T, the masks hide later entries, and T is not split over devices. `alone`:
-    one device holds everything. With a cache: `slots` [B, T] are the entries that the tokens are
-    written to, and queries see the first `attend_length` entries; or `prior` says which entries
-    stand before these tokens, and nothing is written.
+    none). `spread`: how activations lie on a mesh (None: no mesh). `causal`: S = T, the masks hide
+    later entries. Without a cache on a mesh, `attention` names what computes it ("plain", "ring",
+    "splash") from `segment_ids` [B, T]. With a cache: `slots` [B, T] are the entries that the
+    tokens are written to, and queries see the first `attend_length` entries; or `prior` says which
+    entries stand before these tokens, and nothing is written.
     """
 
     whole: Sight
     windowed: Sight | None
-    constrain: Constrain
+    spread: Spread | None = None
     slots: jax.Array | None = None
     attend_length: int = 0
     prior: Prior | None = None
     causal: bool = False
-    alone: bool = True
+    attention: str = "plain"
+    segment_ids: jax.Array | None = None
+
+    def constrain(self, x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
+        """x with its sharding pinned, a logical axis per dimension; as it is without a mesh."""
+        return x if self.spread is None else self.spread.pin(x, axes)
+
+    @property
+    def alone(self) -> bool:
+        """Whether one device holds everything."""
+        return self.spread is None or self.spread.mesh.size == 1
 
     def sight(self, windowed: bool | jax.Array) -> Sight:
         """That of a layer; `windowed` may be traced, where layers are scanned."""
@@ -73,8 +83,12 @@ class Context:
         if windowed is True:
             return self.windowed
         near, far = self.windowed, self.whole
-        pairs = ((near.cos, far.cos), (near.sin, far.sin), (near.mask, far.mask))
-        return Sight(*(jnp.where(windowed, *pair) for pair in pairs))
+
+        def pick(name: str) -> jax.Array | None:
+            pair = getattr(near, name), getattr(far, name)
+            return None if pair[0] is None else jnp.where(windowed, *pair)
+
+        return Sight(pick("cos"), pick("sin"), pick("mask"))
 
 
 @dataclasses.dataclass(frozen=True)
