@@ -18,6 +18,7 @@ from jaxrl.models import attention as ops
 from jaxrl.models.chunked import attend_after
 from jaxrl.models.experts import Experts
 from jaxrl.models.layers import MLP, Context, Declare, Projections, RMSNorm
+from jaxrl.models.parallel import look_up
 from jaxrl.models.ring import ring_attend
 from jaxrl.models.rope import apply_rope
 from jaxrl.models.splash import splash_attend
@@ -76,7 +77,7 @@ class Attention(Projections):
         """x [B, T, D] -> (output [B, T, D], the cache (keys, values) with this call's tokens, or,
         after a prior, these alone)."""
         pin, sight, config = context.constrain, context.sight(place.windowed), self.config
-        query, key, value = (self._heads(name, x) for name in ("query", "key", "value"))
+        query, key, value = self._heads(x, context)
         if config.qk_norm:
             query, key = self.query_norm(query), self.key_norm(key)
         query = pin(apply_rope(query, sight.cos, sight.sin), _HEADS)
@@ -104,8 +105,7 @@ class Attention(Projections):
 
     def _out(self, mixed: jax.Array, context: Context) -> jax.Array:
         """mixed [B, T, N, H] -> [B, T, D]."""
-        mixed = context.constrain(mixed, _HEADS)
-        return self.project("out", mixed.reshape(*mixed.shape[:2], -1))
+        return self.fan_in("out", context.constrain(mixed, _HEADS), context)
 
     def _row(
         self, query: jax.Array, key: jax.Array, value: jax.Array, context: Context, place: Place
@@ -156,10 +156,14 @@ class Attention(Projections):
         )
         return mixed, own
 
-    def _heads(self, name: str, x: jax.Array) -> jax.Array:
-        """x [B, T, D] -> [B, T, N or K, H]."""
-        y = self.project(name, x).reshape(*x.shape[:2], -1, self.config.head_dim)
-        return y + getattr(self, f"{name}_bias")[...].astype(x.dtype) if self.config.qkv_bias else y
+    def _heads(self, x: jax.Array, context: Context) -> list[jax.Array]:
+        """x [B, T, D] -> queries [B, T, N, H], keys and values [B, T, K, H]."""
+        names = ("query", "key", "value")
+        heads = self.fan_out(names, x, context)
+        if not self.config.qkv_bias:
+            return heads
+        biases = (getattr(self, f"{name}_bias")[...].astype(x.dtype) for name in names)
+        return [y + bias for y, bias in zip(heads, biases, strict=True)]
 
 
 def _window(size: int, windowed: bool | jax.Array) -> int | jax.Array:
@@ -196,22 +200,17 @@ class Block(nnx.Module):
         self, x: jax.Array, context: Context, cache: tuple | None, place: Place
     ) -> tuple[jax.Array, tuple | None]:
         """x [B, T, D] -> (x [B, T, D], cache)."""
-        pin = context.constrain
-        # Norms see their part of the residual stream; what `tensor` splits sees whole rows.
-        normed = pin(self.attention_norm(x), _WHOLE)
-        mixed, cache = self.attention(normed, context, cache, place)
-        mixed = pin(mixed, _RESIDUAL)
+        mixed, cache = self.attention(self.attention_norm(x), context, cache, place)
         if self.post_norms:
             mixed = self.attention_post_norm(mixed)
-        x = pin(x + mixed, _RESIDUAL)
-        inner = pin(self.mlp(pin(self.mlp_norm(x), _WHOLE), context), _RESIDUAL)
+        x = context.constrain(x + mixed, _RESIDUAL)
+        inner = self.mlp(self.mlp_norm(x), context)
         if self.post_norms:
             inner = self.mlp_post_norm(inner)
-        return pin(x + inner, _RESIDUAL), cache
+        return context.constrain(x + inner, _RESIDUAL), cache
 
 
 _RESIDUAL = ("batch", "residual", None)
-_WHOLE = ("batch", "length", None)
 
 
 class Decoder(nnx.Module):
@@ -234,16 +233,23 @@ class Decoder(nnx.Module):
         self, tokens: jax.Array, context: Context, cache: KVCache | None
     ) -> tuple[jax.Array, KVCache | None]:
         """tokens [B, T] -> (hidden [B, T, D] after the final norm, the cache)."""
-        # Gathering the table's width first costs one weight; without it the compiler moves
-        # activations.
-        table = context.constrain(self.embedding[...], ("vocab", None))
-        x = context.constrain(table.astype(self.config.dtype)[tokens], _RESIDUAL)
+        x = self._embed(tokens, context)
         if self.config.scale_embedding:
             # The factor is rounded to the dtype, as where the models were trained.
             x *= jnp.asarray(self.config.d_model**0.5, x.dtype)
         run = self._scanned if self.config.scan_layers else self._unrolled
         x, cache = run(x, context, cache)
         return self.final_norm(x), cache
+
+    def _embed(self, tokens: jax.Array, context: Context) -> jax.Array:
+        """tokens [B, T] -> [B, T, D] in the dtype of the computation."""
+        table, dtype = self.embedding[...], self.config.dtype
+        if context.streamed:
+            return look_up(table, tokens, context.spread, dtype)
+        # Gathering the table's width first costs one weight; without it the compiler moves
+        # activations.
+        table = context.constrain(table, ("vocab", None))
+        return context.constrain(table.astype(dtype)[tokens], _RESIDUAL)
 
     def _unrolled(self, x: jax.Array, context: Context, cache: KVCache | None):
         written = []

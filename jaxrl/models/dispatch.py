@@ -17,9 +17,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
 
-from jaxrl.models.spread import Spread
+from jaxrl.models.parallel import gather_embed, gather_stream, run_local, scatter_stream
+from jaxrl.models.spread import Spread, mesh_axes
 
 _SLACK = 1.5  # room of a bucket, in even shares: unevenness of a usual routing fits in
 _FEW = 8  # a device with so few tokens has room for all in every bucket
@@ -79,35 +79,23 @@ def experts_on_mesh(
     if spread.rows is None and tokens % spread.parts("slots") == 0:
         x = x.reshape(tokens, 1, -1)
         spread = dataclasses.replace(spread, rows="slots", length=None, residual=None)
-    layout = spread.spec(("batch", "length", None))
-    specs = Weights(*(spread.spec(axes) for axes in AXES))
-    # A collective among one device is still a copy.
-    several = {name for name, size in spread.mesh.shape.items() if size > 1}
-    shared = "expert_tensor" in several.intersection(_mesh_axes(layout[0]))
-    sums = [axis for axis in _mesh_axes(specs.gate[1]) if not (shared and axis == "expert_tensor")]
-    # Tokens that are not split are the same on several devices, which types could not tell.
-    split = {name for entry in layout for name in _mesh_axes(entry)}
-    checked = split.union(sums).issuperset(spread.mesh.axis_names)
+    stream = ("batch", "residual", None)
+    shared = spread.several(mesh_axes(spread.spec(("batch",))[0]))
+    shared = tuple(name for name in shared if name == "expert_tensor")
+    width = mesh_axes(spread.rules.spec(("expert_mlp",))[0])
 
     def local(x: jax.Array, weights: Weights) -> jax.Array:
-        if checked:
-            x = _varying(x, layout, spread)
-            pairs = zip(weights, specs, strict=True)
-            weights = Weights(*(_varying(w, spec, spread) for w, spec in pairs))
+        x = gather_stream(x, spread)
         if shared:
-            x = lax.all_gather(x, "expert_tensor", axis=0, tiled=True)
-        parts = zip(weights, AXES, specs, strict=True)
-        weights = Weights(*(_gathered(w, axes, spec, several) for w, axes, spec in parts))
+            x = lax.all_gather(x, shared, axis=0, tiled=True)
+        weights = gather_embed(weights, AXES, spread)
         rows = x.reshape(-1, x.shape[-1])
         mixed = _mix(rows, weights, route, k, activation).reshape(x.shape)
         if shared:
-            mixed = lax.psum_scatter(mixed, "expert_tensor", scatter_dimension=0, tiled=True)
-        return lax.psum(mixed, tuple(sums))
+            mixed = lax.psum_scatter(mixed, shared, scatter_dimension=0, tiled=True)
+        return scatter_stream(mixed, [name for name in width if name not in shared], spread)
 
-    run = jax.shard_map(
-        local, mesh=spread.mesh, in_specs=(layout, specs), out_specs=layout, check_vma=checked
-    )
-    return run(x, weights).reshape(shape)
+    return run_local(local, spread, (stream, AXES), stream)(x, weights).reshape(shape)
 
 
 def _mix(
@@ -202,27 +190,3 @@ def _mlp(
     inner = activation(jnp.einsum("perd,efd->perf", buckets, weights.gate))
     inner = inner * jnp.einsum("perd,efd->perf", buckets, weights.up)
     return jnp.einsum("perf,edf->perd", inner, weights.down)
-
-
-def _gathered(
-    weight: jax.Array, axes: tuple[str | None, ...], spec: PartitionSpec, several: set[str]
-) -> jax.Array:
-    """The weight with all of its input or output width; its gradient is scattered again."""
-    dim = next(i for i, name in enumerate(axes) if name and name.endswith("embed"))
-    names = tuple(name for name in _mesh_axes(spec[dim]) if name in several)
-    return lax.all_gather(weight, names, axis=dim, tiled=True) if names else weight
-
-
-def _varying(x: jax.Array, spec: PartitionSpec, spread: Spread) -> jax.Array:
-    """x, split by `spec`, as something that differs between all devices: its gradient is summed
-    here."""
-    split = {name for entry in spec for name in _mesh_axes(entry)}
-    same = tuple(name for name in spread.mesh.axis_names if name not in split)
-    return lax.pcast(x, same, to="varying") if same else x
-
-
-def _mesh_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """The mesh axes of one dimension of a PartitionSpec."""
-    if entry is None:
-        return ()
-    return (entry,) if isinstance(entry, str) else tuple(entry)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxrl.models.chunked import Prior
-from jaxrl.models.linear import linear
+from jaxrl.models.parallel import Arrays, LinearMap, columns, rows
 from jaxrl.models.spread import Spread
 
 if TYPE_CHECKING:
@@ -70,6 +70,12 @@ class Context:
     def constrain(self, x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
         """x with its sharding pinned, a logical axis per dimension; as it is without a mesh."""
         return x if self.spread is None else self.spread.pin(x, axes)
+
+    @property
+    def streamed(self) -> bool:
+        """Whether products with split weights are those of `parallel`: in training, where a batch
+        is worth gathering weights for. Elsewhere the compiler chooses what it moves."""
+        return not self.alone and self.slots is None and self.prior is None
 
     @property
     def alone(self) -> bool:
@@ -147,13 +153,6 @@ class Adapter(nnx.Module):
         std = (3 * math.prod(inputs.values())) ** -0.5
         self.a = declare((rank, *inputs.values()), (None, *inputs), std=std)
         self.b = declare((*outputs.values(), rank), (*outputs, None), std=0.0)
-        self.factor = config.lora_alpha / rank
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """x [B, T, I] -> [B, T, O]."""
-        a, b = self.a[...], self.b[...]
-        inner = linear(x, a.reshape(a.shape[0], -1))
-        return self.factor * linear(inner, b.reshape(-1, b.shape[-1]))
 
 
 class Projections(nnx.Module):
@@ -173,15 +172,32 @@ class Projections(nnx.Module):
         std = math.prod(inputs.values()) ** -0.5 if std is None else std
         shape, axes = (*outputs.values(), *inputs.values()), (*outputs, *inputs)
         setattr(self, name, declare(shape, axes, std=std))
+        factor = 0.0
         if config.lora_rank and name in config.lora_targets:
             setattr(self, f"{name}_lora", Adapter(outputs, inputs, config, declare))
+            factor = config.lora_alpha / config.lora_rank
+        setattr(self, f"{name}_map", LinearMap(tuple(outputs), tuple(inputs), factor))
 
-    def project(self, name: str, x: jax.Array) -> jax.Array:
-        """x [B, T, I] -> [B, T, O], outputs and inputs flattened."""
-        weight = getattr(self, name)[...]
-        y = linear(x, weight.reshape(-1, x.shape[-1]))
+    def fan_out(self, names: tuple[str, ...], x: jax.Array, context: Context) -> list[jax.Array]:
+        """x [B, T, D] of the residual stream -> for each map [B, T, *outputs]."""
+        maps = [(getattr(self, f"{name}_map"), self._arrays(name)) for name in names]
+        if context.streamed:
+            return list(columns(x, maps, context.spread))
+        shapes = (own.weight.shape[: len(layout.outputs)] for layout, own in maps)
+        products = (layout(x, own) for layout, own in maps)
+        return [y.reshape(*x.shape[:2], *shape) for y, shape in zip(products, shapes, strict=True)]
+
+    def fan_in(self, name: str, x: jax.Array, context: Context) -> jax.Array:
+        """x [B, T, *inputs] -> [B, T, D] of the residual stream."""
+        layout, arrays = getattr(self, f"{name}_map"), self._arrays(name)
+        if context.streamed:
+            return rows(x, layout, arrays, context.spread)
+        return layout(x.reshape(*x.shape[:2], -1), arrays)
+
+    def _arrays(self, name: str) -> Arrays:
         adapter = getattr(self, f"{name}_lora", None)
-        return y if adapter is None else y + adapter(x)
+        factors = () if adapter is None else (adapter.a[...], adapter.b[...])
+        return Arrays(getattr(self, name)[...], *factors)
 
 
 class MLP(Projections):
@@ -198,5 +214,9 @@ class MLP(Projections):
 
     def __call__(self, x: jax.Array, context: Context) -> jax.Array:
         """x [B, T, D] -> [B, T, D]."""
-        inner = ACTIVATIONS[self.activation](self.project("gate", x)) * self.project("up", x)
-        return self.project("down", context.constrain(inner, ("batch", "length", "mlp")))
+        gate, up = self.fan_out(("gate", "up"), x, context)
+        inner = context.constrain(ACTIVATIONS[self.activation](gate) * up, _MLP)
+        return self.fan_in("down", inner, context)
+
+
+_MLP = ("batch", "length", "mlp")

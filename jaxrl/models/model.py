@@ -27,6 +27,7 @@ from jaxrl.models.chunked import Prior
 from jaxrl.models.decoder import Decoder, KVCache
 from jaxrl.models.layers import Context
 from jaxrl.models.linear import linear
+from jaxrl.models.logprobs import logprobs_of, logprobs_on_mesh
 from jaxrl.models.sight import row_context, sights
 from jaxrl.models.spread import spread_over
 from jaxrl.sharding import DEFAULT_RULES, Rules, shardings_of
@@ -242,47 +243,11 @@ def token_logprobs(
         raise ValueError(f"temperature={temperature} must be positive")
     if chunk < 1:
         raise ValueError(f"chunk={chunk} must be at least 1")
+    weight, cap = _unembedding(model, params), model.config.logits_softcap
     spread = spread_over(mesh, rules, batch, length)
-    parts = 1 if spread is None else spread.parts("length")
-
-    def pin(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
-        return x if spread is None else spread.pin(x, axes)
-
-    # A chunk has some tokens of every part of every row, and so stays split as rows are.
-    own = length // parts
-    width = min(own, max(1, chunk // (batch * parts)))
-    n_chunks = -(-own // width)
-    padding = n_chunks * width - own
-
-    def cut(x: jax.Array) -> jax.Array:
-        """[B, T, ...] -> [chunks, B, parts, width, ...]."""
-        axes = ("batch", "length", *(None,) * (x.ndim - 2))
-        x = pin(x, axes).reshape(batch, parts, own, *x.shape[2:])
-        x = jnp.pad(x, ((0, 0), (0, 0), (0, padding), *((0, 0) for _ in x.shape[3:])))
-        x = x.reshape(batch, parts, n_chunks, width, *x.shape[3:])
-        return jnp.moveaxis(pin(x, (*axes[:2], None, None, *axes[2:])), 2, 0)
-
-    def join(x: jax.Array) -> jax.Array:
-        """[chunks, B, parts, width] -> [B, T]."""
-        x = jnp.moveaxis(x, 0, 2).reshape(batch, parts, -1)[:, :, :own]
-        return pin(x.reshape(batch, length), ("batch", "length"))
-
-    weight = _unembedding(model, params)
-
-    def one_chunk(weight: jax.Array, hidden: jax.Array, targets: jax.Array):
-        logits = jnp.einsum(
-            "bpwd,vd->bpwv", hidden, weight.astype(hidden.dtype),
-            preferred_element_type=jnp.float32,
-        )  # fmt: skip
-        logits = ops.softcap(logits, model.config.logits_softcap)
-        return _pick(pin(logits, ("batch", "length", None, "vocab")) / temperature, targets)
-
-    # With a single chunk all logits exist at once anyway: nothing is saved by making them again.
-    chunk_fn = one_chunk if n_chunks == 1 else jax.checkpoint(one_chunk)
-    _, (logp, entropy) = jax.lax.scan(
-        lambda carry, xs: (carry, chunk_fn(weight, *xs)), None, (cut(hidden), cut(targets))
-    )
-    return join(logp), join(entropy)
+    if spread is None or mesh.size == 1:
+        return logprobs_of(hidden, targets, weight, temperature, width=chunk // batch, cap=cap)
+    return logprobs_on_mesh(hidden, targets, weight, temperature, spread, chunk=chunk, cap=cap)
 
 
 def sequence_logprobs(
@@ -332,17 +297,6 @@ def unstack_layers(params: Params) -> Params:
     n_layers = jax.tree.leaves(layers)[0].shape[0]
     split = {str(i): jax.tree.map(lambda leaf, i=i: leaf[i], layers) for i in range(n_layers)}
     return {**params, "layers": split}
-
-
-def _pick(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """logits float32 [..., V], targets [...] -> (log softmax at the targets, entropy)."""
-    normaliser = jax.nn.logsumexp(logits, axis=-1)
-    # A comparison instead of a gather: its gradient is no scatter, and V may be split over devices.
-    hit = jnp.arange(logits.shape[-1]) == targets[..., None]
-    logp = jnp.sum(jnp.where(hit, logits, 0.0), axis=-1) - normaliser
-    fixed, fixed_normaliser = jax.lax.stop_gradient((logits, normaliser))
-    probs = jnp.exp(fixed - fixed_normaliser[..., None])
-    return logp, fixed_normaliser - jnp.sum(probs * fixed, axis=-1)
 
 
 def _attend_length(attend_length: int | None, cache_length: int, n_tokens: int) -> int:

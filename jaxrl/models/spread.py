@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
@@ -41,9 +42,33 @@ class Spread:
         return 1 if name is None else self.rules.shards(self.mesh, name)
 
     @property
+    def stream(self) -> tuple[str, ...]:
+        """The mesh axes that split the length of the residual stream only."""
+        whole = mesh_axes(self.spec(("length",))[0])
+        return tuple(name for name in mesh_axes(self.spec(("residual",))[0]) if name not in whole)
+
+    @property
+    def divided(self) -> bool:
+        """Whether no two devices have the same tokens, but for those that split weights instead."""
+        tokens = {name for entry in self.spec(("batch", "length")) for name in mesh_axes(entry)}
+        weights = mesh_axes(self.rules.spec(("heads",))[0])
+        return tokens.union(weights).issuperset(self.mesh.axis_names)
+
+    def several(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Those mesh axes with more than one device: a collective among one is still a copy."""
+        return tuple(name for name in names if self.mesh.shape[name] > 1)
+
+    @property
     def platform(self) -> str:
         """The kind of device that the program will run on, also when it is compiled elsewhere."""
         return self.mesh.devices.flat[0].platform
+
+
+def mesh_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The mesh axes of one dimension of a PartitionSpec."""
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def spread_over(
