@@ -55,8 +55,10 @@ class Module:
                 if line.endswith("{") and (match := _COMPUTATION.match(line)):
                     body = self.lines[match.group(2)] = []
                     self.entry = match.group(2) if match.group(1) else self.entry
-            elif line.startswith("}"):
+            elif line.rstrip() == "}" or line.startswith("}, execution_thread"):
                 body = None
+            elif body and line[:1] not in ("", " "):
+                body[-1] += line  # attributes of kernels may hold line breaks
             else:
                 body.append(line)
 

@@ -19,7 +19,7 @@ from jaxrl.planning.layout import Layout
 from jaxrl.planning.programs import Work, lower, work_of
 
 _TOO_LARGE = re.compile(
-    r"\(?([\d.]+[KMGT])\)? (?:exceeds available|of) (?:HBM \(|)([\d.]+[KMGT])", re.IGNORECASE
+    r"\(?([\d.]+[KMGT])\)? (?:exceeds available HBM \(|of )([\d.]+[KMGT])", re.IGNORECASE
 )
 
 

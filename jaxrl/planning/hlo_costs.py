@@ -16,10 +16,16 @@ from jaxrl.distributed import hlo_text
 from jaxrl.distributed.hlo import bits
 from jaxrl.distributed.hlo_text import Instruction, Module
 
+_ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,]*)\](\{[^}]*\})?")
+_ALIASED = re.compile(r"\{(\d*)\}: \((\d+), \{")
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 _WINDOW = re.compile(r"window=\{([^}]*)\}")
 _CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 _KERNEL_FLOPS = re.compile(r'"?flops"?:\s*"?(\d+)')
+_SPLASH = re.compile(r"splash_mha_(fwd|dq|dkv)")
+_SPLASH_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
+"""Products of the shape of the scores in each of the splash attention kernels."""
+
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _NAMES = re.compile(r"%([\w.\-]+)")
 _SLICES = ("dynamic-slice", "slice", "gather")
@@ -131,8 +137,7 @@ class _Counter:
         if one.opcode == "convolution":
             return _convolution(one, inside)
         if one.opcode == "custom-call":
-            found = _KERNEL_FLOPS.search(one.attributes)
-            return float(found.group(1)) if found else 0.0
+            return _kernel(one, inside)
         called = one.named("calls")
         if not called:
             return 0.0
@@ -151,18 +156,26 @@ class _Counter:
             return 2.0 * _size(update) if update else 0.0
         fused = self._module.instructions(one.named("calls")) if one.opcode == "fusion" else {}
         written, in_place = _written(one, fused)
+        carried = {int(operand) for _, operand in _ALIASED.findall(one.attributes)}
+        if carried:
+            # Buffers of transfers under way pass through, to be filled beside the computation.
+            results = _arrays(one)
+            passed = (int(output or 0) for output, _ in _ALIASED.findall(one.attributes))
+            written -= sum(results[at] for at in passed if at < len(results))
         parameters = {
             int(part.arguments): part for part in fused.values() if part.opcode == "parameter"
         }
         read = 0.0
         for index, name in enumerate(one.operands):
             parameter = parameters.get(index)
+            if index in carried:
+                continue
             if parameter is not None and parameter.name in in_place:
                 continue
             sliced = _sliced(parameter, fused) if parameter is not None else None
             operand = inside.get(name)
             read += sliced if sliced is not None else (_size(operand) if operand else 0.0)
-        return written + read
+        return max(written, 0.0) + read
 
 
 def _two_branches(one: Instruction) -> list[str]:
@@ -170,7 +183,18 @@ def _two_branches(one: Instruction) -> list[str]:
 
 
 def _size(one: Instruction) -> float:
-    return sum(math.prod(shape) * bits(dtype) / 8 for dtype, shape in hlo_text.arrays(one.type))
+    """Bytes of a value in the device's main memory."""
+    return sum(_arrays(one))
+
+
+def _arrays(one: Instruction) -> list[float]:
+    """Bytes of each array of a value in main memory: what lies nearer is marked in its layout."""
+    return [
+        0.0
+        if "S(" in layout or dtype in ("token", "opaque")
+        else math.prod(int(n) for n in dims.split(",") if n) * bits(dtype) / 8
+        for dtype, dims, layout in _ARRAY.findall(one.type)
+    ]
 
 
 def _written(one: Instruction, fused: dict[str, Instruction]) -> tuple[float, set[str]]:
@@ -249,6 +273,20 @@ def _convolution(one: Instruction, inside: dict[str, Instruction]) -> float:
         sizes = left[lhs.index(label)], right[rhs.index(label)], result[out.index(label)]
         flops *= _valid(*sizes, **{key: values[at] for key, values in window.items()})
     return flops
+
+
+def _kernel(one: Instruction, inside: dict[str, Instruction]) -> float:
+    """What a kernel says of itself; of attention, whose kernels say nothing, half of all pairs of
+    tokens: the others are hidden, and skipped."""
+    found = _KERNEL_FLOPS.search(one.attributes)
+    if found:
+        return float(found.group(1))
+    splash = _SPLASH.search(one.name)
+    heads = [shape for name in one.operands if len(shape := _shape(name, inside)) == 4]
+    if splash is None or not heads:
+        return 0.0
+    query, keys = max(heads, key=lambda shape: shape[1]), max(shape[2] for shape in heads)
+    return _SPLASH_PRODUCTS[splash.group(1)] * math.prod(query) * keys
 
 
 def _window(attributes: str) -> dict[str, list]:

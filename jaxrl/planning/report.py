@@ -55,8 +55,8 @@ def plan_text(record: Mapping[str, Any]) -> str:
         rows.append((f"{name}, while it runs", sum(parts.values()), 0))
         rows += [(part, size, 1) for part, size in parts.items()]
     rows.append((f"peak: resident and {largest}", record["peak_bytes"], 0))
-    lines = [_title(record), "", "memory per device in GiB"]
-    lines += [f"  {'  ' * depth + name:<40}{size / GIB:>10.3f}" for name, size, depth in rows]
+    lines = [_title(record), "", "memory per device"]
+    lines += [f"  {'  ' * depth + name:<40}{_size(size):>12}" for name, size, depth in rows]
     return "\n".join([*lines, "", _verdict(record)]) + "\n"
 
 
@@ -65,8 +65,8 @@ def compile_text(record: Mapping[str, Any]) -> str:
     lines = [_title(record)]
     for program in record["programs"]:
         lines += ["", *_program_lines(program, record["limit_bytes"])]
-    resident, peak = record["resident_bytes"] / GIB, record["peak_bytes"] / GIB
-    lines += ["", f"a run keeps {resident:.2f} GiB on a device, and needs {peak:.2f} at its peak"]
+    resident, peak = _size(record["resident_bytes"]), _size(record["peak_bytes"])
+    lines += ["", f"a run keeps {resident} on a device, and needs {peak} at its peak"]
     return "\n".join([*lines, _verdict(record)]) + "\n"
 
 
@@ -121,28 +121,28 @@ def _program(layout: Layout, topology: Topology, program: Program) -> dict[str, 
 def _title(record: Mapping[str, Any]) -> str:
     mesh = " ".join(f"{name}={size}" for name, size in record["mesh"].items()) or "one device"
     total, active = record["parameters"], record["active_parameters"]
-    weights = f"{total / 1e9:.3g} billion weights"
+    weights = f"{_count(total)} weights"
     if active < 0.7 * total:
-        weights += f", {active / 1e9:.3g} of them for each token"
+        weights += f", {_count(active)} of them for each token"
     batch = f", {record['rows']} rows of {record['row_length']} tokens" if record["rows"] else ""
     return f"{record['name']} on {record['place']} ({mesh}): {weights}{batch}"
 
 
 def _verdict(record: Mapping[str, Any]) -> str:
-    peak, limit = record["peak_bytes"] / GIB, record["limit_bytes"]
+    peak, limit = record["peak_bytes"], record["limit_bytes"]
     if limit is None:
-        return f"{peak:.2f} GiB; --topology or --hbm-gb says how much there is"
-    share = f"{peak:.2f} of {limit / GIB:.2f} GiB ({100 * record['peak_bytes'] / limit:.0f} %)"
+        return f"{_size(peak)}; --topology or --hbm-gb says how much there is"
+    share = f"{_size(peak)} of {_size(limit)} ({100 * peak / limit:.0f} %)"
     return f"fits: {share}" if record["fits"] else f"DOES NOT FIT: {share}"
 
 
 def _program_lines(program: Mapping[str, Any], limit: int) -> Iterable[str]:
-    memory = {name: size / GIB for name, size in program["memory_bytes"].items()}
+    memory = {name: _size(size) for name, size in program["memory_bytes"].items()}
     yield f"{program['name']}: {program['work']} (compiled in {program['compile_s']:.0f} s)"
     yield (
-        f"  memory    {memory['total']:.2f} GiB of {limit / GIB:.2f}: arguments "
-        f"{memory['arguments']:.2f}, temporary {memory['temporary']:.2f}, outputs "
-        f"{memory['outputs']:.2f}, of which {memory['aliased']:.2f} in place of arguments"
+        f"  size      {memory['total']} of {_size(limit)}: arguments {memory['arguments']}, "
+        f"temporary {memory['temporary']}, outputs {memory['outputs']}, of which "
+        f"{memory['aliased']} in place of arguments"
     )
     yield (
         f"  compute   {_seconds(program['compute_s'])}: {program['flops']:.3g} operations on all "
@@ -161,6 +161,20 @@ def _program_lines(program: Mapping[str, Any], limit: int) -> Iterable[str]:
         f"{100 * program['utilisation_at_most']:.0f} %), {_seconds(program['slowest_s'])} if "
         f"nothing does ({100 * program['utilisation_without_overlap']:.0f} %)"
     )
+
+
+def _count(number: int) -> str:
+    for unit, name in ((1e9, " billion"), (1e6, " million")):
+        if number >= unit:
+            return f"{number / unit:.3g}{name}"
+    return f"{number:,}"
+
+
+def _size(size: int) -> str:
+    for unit, name in ((GIB, "GiB"), (2**20, "MiB")):
+        if size >= unit:
+            return f"{size / unit:.2f} {name}"
+    return f"{size / 2**10:.2f} KiB"
 
 
 def _seconds(seconds: float) -> str:

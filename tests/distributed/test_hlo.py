@@ -179,3 +179,18 @@ def test_bits_of_dtypes():
     names = ("f32", "bf16", "pred", "s4", "f8e4m3fn", "c128")
 
     assert [bits(name) for name in names] == [32, 16, 8, 4, 8, 128]
+
+
+def test_collectives_in_a_program_with_line_breaks_in_a_kernels_attributes_are_all_found():
+    text = """HloModule m, replica_count=1, num_partitions=2
+
+ENTRY %main (q: f32[8]) -> f32[8] {
+  %q = f32[8]{0} parameter(0)
+  %k = f32[8]{0} custom-call(%q), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+"xprof_metadata":"{}"
+}}, metadata={op_name="kernel"}
+  ROOT %all = f32[8]{0} all-reduce(%k), replica_groups={{0,1}}, to_apply=%sum
+}
+"""  # noqa: E501
+
+    assert [one.kind for one in collectives_in(text)] == ["all-reduce"]

@@ -136,3 +136,17 @@ ENTRY %main (q: f32[8]) -> f32[8] {
 """  # noqa: E501
 
     assert costs_of(text).flops == 1234
+
+
+def test_costs_of_the_attention_kernel_are_those_of_the_pairs_that_it_does_not_skip():
+    text = """HloModule m
+
+ENTRY %main (q: bf16[2,8,512,64], k: bf16[2,4,512,64]) -> bf16[2,8,512,64] {
+  %q = bf16[2,8,512,64]{3,2,1,0} parameter(0)
+  %k = bf16[2,4,512,64]{3,2,1,0} parameter(1)
+  ROOT %splash_mha_fwd_residuals.1 = bf16[2,8,512,64]{3,2,1,0} custom-call(%q, %k), custom_call_target="tpu_custom_call"
+}
+"""  # noqa: E501
+
+    # Two products of 2 T S H operations for each head, of which half are hidden by the mask.
+    assert costs_of(text).flops == 2 * 2 * 2 * 8 * 512 * 512 * 64 / 2
