@@ -16,7 +16,7 @@ from jaxrl.distributed.service import Service
 from jaxrl.errors import DistributedError
 
 _SHUTDOWN_S = 15
-"""All have met before they disconnect, so that this has only to cover the way there."""
+"""Seconds; all have met before they disconnect."""
 
 
 def detect(
@@ -57,7 +57,7 @@ def connect(address: str, count: int, index: int, *, timeout_s: float, heartbeat
 
 
 def disconnect() -> None:
-    """Leave in good order: all processes call it at about the same time."""
+    """Leave in good order, when all have done their work."""
     jax.distributed.shutdown()
 
 

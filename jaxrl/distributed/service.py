@@ -62,14 +62,10 @@ class Service:
         return self._process.pid
 
     def shutdown(self) -> None:
-        """End it; all clients must have left."""
+        """Process 0 needs it no more. It ends by itself once nobody is connected: JAX ends a
+        process whose service goes away, also one that is just about to leave."""
         with contextlib.suppress(OSError):
-            self._process.communicate(b"stop\n", timeout=10)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=10)
-        if self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
+            self._process.stdin.close()  # type: ignore[union-attr]
 
 
 def _connections(port: int) -> int | None:
@@ -92,7 +88,7 @@ def _serve(address: str, count: int, heartbeat_s: int, shutdown_s: int) -> None:
     from jaxlib import _jax
 
     try:
-        service = _jax.get_distributed_runtime_service(
+        _service = _jax.get_distributed_runtime_service(
             address, count, heartbeat_timeout=heartbeat_s, shutdown_timeout=shutdown_s
         )
     except Exception as error:  # whatever jaxlib raises, process 0 has to say it
@@ -101,31 +97,27 @@ def _serve(address: str, count: int, heartbeat_s: int, shutdown_s: int) -> None:
         return
     sys.stdout.write(_READY + "\n")
     sys.stdout.flush()
-    if _told_to_stop():
-        service.shutdown()
-        return
+    _wait_for_process_0()
     _linger(int(address.rsplit(":", 1)[1]))
-    # A shutdown would end clients that are still writing why they end.
     os._exit(0)
 
 
-def _told_to_stop() -> bool:
-    """Wait for the word of process 0, or for its end."""
+def _wait_for_process_0() -> None:
+    """Until it closes the pipe, or ends."""
     parent = os.getppid()
     # The end of stdin does not tell all: children of process 0 may hold the pipe open.
     while os.getppid() == parent:
         readable, _, _ = select.select([sys.stdin], [], [], 0.5)
         if readable:
-            return sys.stdin.readline() == "stop\n"
-    return False
+            return
 
 
 def _linger(port: int) -> None:
-    """Process 0 is gone without a word: stay while others are connected."""
+    """Stay while others are connected: they may still have to say why they end."""
     deadline = time.monotonic() + _LINGER_S
     alone = 0
-    while time.monotonic() < deadline and alone < 4:
-        time.sleep(0.5)
+    while time.monotonic() < deadline and alone < 3:
+        time.sleep(0.3)
         alone = alone + 1 if _connections(port) == 0 else 0
 
 

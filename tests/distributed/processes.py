@@ -45,10 +45,11 @@ class Job:
         ids: Sequence[int] | None = None,
         counts: Sequence[int] | None = None,
         devices: int = 1,
+        port: int = 0,
     ):
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        port = free_port()
+        port = port or free_port()
         ids = range(count) if ids is None else ids
         counts = [count] * len(ids) if counts is None else counts
         environment = {

@@ -9,7 +9,7 @@ import json
 import signal
 
 import pytest
-from distributed.processes import Job, run
+from distributed.processes import Job, free_port, run
 
 from jaxrl.distributed.record import read_programs
 from jaxrl.distributed.watchdog import EXIT_WATCHDOG
@@ -197,8 +197,11 @@ def test_job_whose_coordinator_is_stopped_ends_with_a_report(tmp_path):
 
 
 @pytest.mark.slow
-def test_job_that_ends_can_be_started_again_at_once(tmp_path):
+def test_job_can_be_started_again_at_the_same_port_at_once(tmp_path):
+    port = free_port()
+
     for attempt in range(2):
-        ended = run(tmp_path / str(attempt), "good", devices=2)
+        ended = run(tmp_path / str(attempt), "good", devices=2, port=port)
 
         assert [each.code for each in ended] == [0, 0], ended
+        assert all("done 6.0 60.0" in each.out for each in ended)

@@ -70,6 +70,7 @@ def number(array) -> float:
 def good() -> None:
     """Ten steps; numbers as they have to be."""
     with start() as processes:
+        assert start() is processes
         placed, summed, tens, _ = programs()
         one = processes.checked(summed, name="one")
         two = processes.checked(tens, name="two")
@@ -77,7 +78,7 @@ def good() -> None:
         for step in range(10):
             processes.enter("training", step=step)
             a, b = number(one(x)), number(two(x))
-            expected = COUNT * (COUNT + 1) / 2
+            expected = x.size / 4 / COUNT * COUNT * (COUNT + 1) / 2  # of every device
             assert (a, b) == (expected, 10 * expected), (a, b)
         assert number(one(placed(8))) == expected  # another shape: another program
         assert one._cache_size() == 2
