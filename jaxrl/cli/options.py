@@ -69,6 +69,33 @@ class TrainOptions:
     """Flags of `jaxrl train`."""
 
     config: str = _config()
+    coordinator: str = common(
+        "",
+        "host:port of process 0, where several processes meet; empty: as the cluster says (TPU "
+        "pod, Slurm, Open MPI), or one process",
+    )
+    processes: int = common(
+        0, "how many processes train together", rules.at_least(0, "0: as the cluster says, or one")
+    )
+    process: int = common(
+        -1, "which of them this is, from 0", rules.at_least(-1, "-1: as the cluster says")
+    )
+    join_timeout_s: float = common(
+        300.0, "longest wait for the other processes at the start, in seconds", rules.seconds()
+    )
+
+    def check(self) -> None:
+        """The three that name a process belong together."""
+        given = (bool(self.coordinator), self.processes > 0, self.process >= 0)
+        if any(given) and not all(given):
+            raise ConfigError(
+                f"--coordinator={self.coordinator} --processes={self.processes} "
+                f"--process={self.process} belong together: set all three, or none in a cluster"
+            )
+        if all(given) and self.process >= self.processes:
+            raise ConfigError(
+                f"--process={self.process} must be below --processes={self.processes}"
+            )
 
 
 @section("--")

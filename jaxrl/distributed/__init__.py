@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from jaxrl.distributed.groups import Group
     from jaxrl.distributed.hlo import Collective, collectives_in
     from jaxrl.distributed.processes import Processes
-    from jaxrl.distributed.startup import join
+    from jaxrl.distributed.startup import current, join
     from jaxrl.distributed.watchdog import EXIT_WATCHDOG, Watch
 
 _HOME = {
@@ -20,12 +20,22 @@ _HOME = {
     "Collective": "hlo",
     "collectives_in": "hlo",
     "Processes": "processes",
+    "current": "startup",
     "join": "startup",
     "EXIT_WATCHDOG": "watchdog",
     "Watch": "watchdog",
 }
 
-__all__ = ["EXIT_WATCHDOG", "Collective", "Group", "Processes", "Watch", "collectives_in", "join"]
+__all__ = [
+    "EXIT_WATCHDOG",
+    "Collective",
+    "Group",
+    "Processes",
+    "Watch",
+    "collectives_in",
+    "current",
+    "join",
+]
 
 
 def __getattr__(name: str) -> Any:

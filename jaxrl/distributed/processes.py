@@ -134,6 +134,34 @@ class Processes:
         """Collectives of small host values over `group`."""
         return Collectives(self._control, group, timeout_s or self._timeout_s or 600.0)
 
+    def exchange(self, what: str, value: bytes, *, timeout_s: float = 3600.0) -> list[bytes]:
+        """What every process gives at `what`, in their order: some kilobytes, through the store,
+        so that devices go on meanwhile.
+
+        Raises `CollectiveOrderError` if others are at another exchange, `HangError` if some do not
+        come within `timeout_s`, and `DistributedError` if one has left the job.
+        """
+        if self._control is None or self._watchdog is None:
+            return [value]
+        self._watchdog.check()
+        self._watchdog.now("idle", f"at the exchange of {what!r}")
+        number = self._control.next_call("exchange")
+        got = self._control.gather(
+            f"exchange/{number}",
+            f"{what}\n".encode() + value,
+            timeout_s=timeout_s,
+            waiting_for=f"all to reach {what!r}",
+        )
+        if number:
+            # All are at this exchange, so that nobody reads the one before any more.
+            self._control.forget(f"exchange/{number - 1}")
+        parts = [got[process].partition(b"\n") for process in range(self.count)]
+        places = {process: place.decode() for process, (place, _, _) in enumerate(parts)}
+        if len(set(places.values())) > 1:
+            told = "; ".join(f"process {p} is at {place!r}" for p, place in places.items())
+            raise CollectiveOrderError(f"exchange {number}: {told}")
+        return [rest for _, _, rest in parts]
+
     # What a checked function asks for.
 
     def starting(self, entry: str) -> None:

@@ -19,6 +19,7 @@ from jaxrl.observe.logger import get_logger
 
 _LOGGER = get_logger("distributed")
 _joined: Processes | None = None
+_ALONE = Processes.alone({}, None)
 
 
 def join(
@@ -87,6 +88,25 @@ def join(
         time.monotonic() - started,
     )
     return _joined
+
+
+def current() -> Processes:
+    """The job that this process has joined, or itself alone.
+
+    Raises `DistributedError` if JAX was made one of several processes in another way: then nothing
+    would be checked.
+    """
+    if _joined is not None and not _joined.closed:
+        return _joined
+    if connection.backend_started():
+        import jax
+
+        if jax.process_count() > 1:
+            raise DistributedError(
+                f"JAX has {jax.process_count()} processes that did not meet in "
+                "jaxrl.distributed.join(): call it in place of jax.distributed.initialize()"
+            )
+    return _ALONE
 
 
 def _check_numbers(num_processes: int | None, process_id: int | None) -> tuple[int, int]:

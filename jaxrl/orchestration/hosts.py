@@ -6,32 +6,29 @@ exchange is a collective like those of the train step. With one process nothing 
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import jax
 import numpy as np
 
+from jaxrl.distributed import current
 from jaxrl.errors import DistributedError
 from jaxrl.orchestration.interrupts import Interrupted
 
 _T = TypeVar("_T")
 _DONE, _FAILED, _INTERRUPTED = b"+", b"-", b"!"
 _SMALL = 1 << 14  # bytes
-_WAIT_S = 3600
-_TURNS = itertools.count()
 
 
 def index() -> int:
     """The number of this process, 0 … count - 1."""
-    return jax.process_index()
+    return current().index
 
 
 def count() -> int:
     """How many processes the run has."""
-    return jax.process_count()
+    return current().count
 
 
 def share(items: Sequence[_T]) -> Sequence[_T]:
@@ -111,7 +108,7 @@ def _exchange(record: bytes, what: str) -> list[bytes]:
     """The records of all processes. Small ones go through the coordinator, which does not wait for
     the devices; large ones between the devices, which does not burden the coordinator."""
     small = record if len(record) <= _SMALL else b""
-    headers = _through_coordinator(len(record).to_bytes(8, "big") + small, what)
+    headers = current().exchange(what, len(record).to_bytes(8, "big") + small)
     sizes = [int.from_bytes(header[:8], "big") for header in headers]
     if max(sizes) <= _SMALL:
         return [header[8:] for header in headers]
@@ -120,26 +117,7 @@ def _exchange(record: bytes, what: str) -> list[bytes]:
     # Rounded up, so that few programs are compiled.
     padded = np.zeros(1 << (max(sizes) - 1).bit_length(), np.uint8)
     padded[: len(record)] = np.frombuffer(record, np.uint8)
+    current().enter(f"the exchange of {what}")
     rows = multihost_utils.process_allgather(padded)
+    current().idle(what)
     return [row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)]
-
-
-def _through_coordinator(record: bytes, what: str) -> list[bytes]:
-    from jax._src import distributed  # there is no public way to the key-value store
-
-    client = distributed.global_state.client
-    turn = next(_TURNS)
-    client.key_value_set_bytes(f"jaxrl/hosts/{turn}/{index()}", record)
-    records = []
-    for process in range(count()):
-        try:
-            key = f"jaxrl/hosts/{turn}/{process}"
-            records.append(client.blocking_key_value_get_bytes(key, _WAIT_S * 1000))
-        except jax.errors.JaxRuntimeError as error:
-            raise DistributedError(
-                f"process {process} did not come to {what} within {_WAIT_S} s (exchange {turn})"
-            ) from error
-    # Everybody has begun this turn, so everybody has read the one before.
-    if turn:
-        client.key_value_delete(f"jaxrl/hosts/{turn - 1}/{index()}")
-    return records

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from jaxrl.distributed import current
 from jaxrl.errors import CheckpointError, NonFiniteError
 from jaxrl.observe.logger import get_logger
 from jaxrl.orchestration.session import Session
@@ -58,6 +59,7 @@ def save_checkpoint(session: Session, engine: TrainEngine, place: Place) -> None
         "model": session.parts.model_meaning,
     }
     session.note_checkpoint(wait=True)
+    current().verify(f"checkpoint {number}")
     session.checkpoints.save(number, engine.state, meta, frozen=engine.frozen)
     session.checkpoint_begun(number, place.phase)
 

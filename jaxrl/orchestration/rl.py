@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from jaxrl.config import ExperimentConfig
+from jaxrl.distributed import current
 from jaxrl.errors import ConfigError, JaxrlError
 from jaxrl.inference.driver import Driver
 from jaxrl.models.lora import split_frozen
@@ -403,6 +404,7 @@ class RLTrainer:
         return None
 
     def _store_version(self) -> None:
+        current().verify(f"version {self._version.number}")
         self.session.store.publish(self._engine.params, self._version)
         self.session.ledger.published(self._version, where="store")
 

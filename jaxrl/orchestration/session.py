@@ -23,6 +23,7 @@ from jaxrl.config.serialize import load_config, to_dict, to_record
 from jaxrl.data.examples import load_examples
 from jaxrl.data.prompts import PromptStream, eval_prompts
 from jaxrl.data.tokenizers import Tokenizer, load_tokenizer
+from jaxrl.distributed import current
 from jaxrl.errors import CheckpointError, ConfigError
 from jaxrl.models.lora import base_model
 from jaxrl.models.model import Model, build_model, init_params
@@ -252,6 +253,8 @@ class Session:
             self.parts.check()
             if hosts.index() == 0:
                 stack.enter_context(self.run_dir)
+            if hosts.count() > 1:
+                current().set_logs(self.run_dir.logs)
             self.checkpoints = CheckpointStore(
                 self.run_dir.checkpoints, keep=self.config.checkpoint.keep
             )

@@ -78,6 +78,7 @@ class SFTTrainer:
             sft_objective(logprob_chunk=config.train.logprob_chunk),
             mesh=parts.mesh,
             micro_batches=sft.micro_batches,
+            name="supervised step",
         )
 
     def __enter__(self) -> SFTTrainer:

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 
+from jaxrl.distributed import current
 from jaxrl.models.lora import join_frozen, split_frozen
 from jaxrl.models.model import Model
 from jaxrl.sharding import DEFAULT_RULES, Rules, make_mesh
@@ -28,9 +29,9 @@ class TrainEngine:
     """Weights and optimizer state on `mesh` (None: the first device), changed by `update` only.
 
     Of a model with adapters only these are trained. What is trained of `params` is copied at the
-    door, so the caller's stay valid. `version` is the number of the
-    weights that come in. Raises `ValueError` if the mesh cannot split the model, and
-    `CheckpointError` if `params` are not those of `model`.
+    door, so the caller's stay valid. `version` is the number of the weights that come in, `name`
+    what the step is called where several processes compare it. Raises `ValueError` if the mesh
+    cannot split the model, and `CheckpointError` if `params` are not those of `model`.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class TrainEngine:
         micro_batches: int = 1,
         rules: Rules = DEFAULT_RULES,
         version: int = 0,
+        name: str = "train step",
     ):
         if micro_batches < 1:
             raise ValueError(f"micro_batches={micro_batches} must be at least 1")
@@ -57,6 +59,8 @@ class TrainEngine:
         self._update, self._shardings = jit_step(
             model, optimizer, objective, mesh=self.mesh, rules=rules
         )
+        # With several processes: all must have compiled the same program before it first runs.
+        self._name, self._update = name, current().checked(self._update, name=name)
         self._state = self._initial_state(trained, optimizer)
         self._frozen = jax.device_put(frozen, frozen_to)
 
@@ -112,6 +116,7 @@ class TrainEngine:
         if missing:
             raise ValueError(f"the objective needs {', '.join(missing)} in extras")
         arrays = self._place({**batch.arrays(), **extras})
+        current().enter(self._name, step=self._version)
         self._state, metrics = self._update(self._state, self._frozen, arrays)
         self._version += 1
         return metrics
@@ -124,6 +129,7 @@ class TrainEngine:
         """
         arrays = batch.arrays()
         inputs = {name: arrays[name] for name in ("tokens", "positions", "segment_ids")}
+        current().enter("log-probabilities", step=self._version)
         return self._logprobs(self.params if params is None else params, self._place(inputs))
 
     def restore(self, state: TrainState, *, version: int) -> None:
@@ -146,7 +152,7 @@ class TrainEngine:
             logp = jax.lax.map(functools.partial(one, params), batch)
             return logp.reshape(-1, logp.shape[-1])
 
-        return jax.jit(run)
+        return current().checked(jax.jit(run), name="log-probabilities")
 
     def _initial_state(self, params: Any, optimizer: Any) -> TrainState:
         params = copy_to(params, self._shardings.params)

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-WORKER = Path(__file__).with_name("worker.py")
-KILL_AFTER_S = 150.0
+TESTS = ROOT / "tests"
+KILL_AFTER_S = 600.0
 """Generous: a process that runs longer than this hangs, however slow the machine is."""
 
 
@@ -33,7 +33,7 @@ class Ended:
 
 
 class Job:
-    """`count` processes of `worker.py SCENARIO`; as a context, none of them outlives it."""
+    """`count` processes of `worker SCENARIO …`; as a context, none of them outlives it."""
 
     def __init__(
         self,
@@ -46,6 +46,7 @@ class Job:
         counts: Sequence[int] | None = None,
         devices: int = 1,
         port: int = 0,
+        worker: str = "distributed/worker.py",
     ):
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
@@ -56,12 +57,19 @@ class Job:
             **{k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))},
             "JAX_PLATFORMS": "cpu",
             "JAX_NUM_CPU_DEVICES": str(devices),
-            "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(TESTS), *sys.path]),
             "OMP_NUM_THREADS": "1",
         }
         self._processes = []
         for place, (index, expected) in enumerate(zip(ids, counts, strict=True)):
-            command = [sys.executable, WORKER, scenario, str(port), str(expected), str(index)]
+            command = [
+                sys.executable,
+                TESTS / worker,
+                scenario,
+                str(port),
+                str(expected),
+                str(index),
+            ]
             command += [str(folder), *options]
             paths = (self._path(place, kind) for kind in ("out", "err"))
             with next(paths).open("wb") as out, next(paths).open("wb") as err:
