@@ -22,6 +22,7 @@ from jaxrl.distributed.beats import Beat, Peer, Stage, make_beat
 from jaxrl.distributed.control import Control, Left, departures
 from jaxrl.distributed.sequence import Sequence, decode_tail, first_difference
 from jaxrl.distributed.sides import name_processes
+from jaxrl.distributed.witness import Witness
 from jaxrl.errors import CollectiveOrderError, DistributedError, HangError
 from jaxrl.observe.logger import get_logger
 
@@ -75,10 +76,12 @@ class Watchdog:
         self._reported_at = 0.0
         self._failed_at = self._reached_at = now
         self._stopping = threading.Event()
+        self._witness: Witness | None = None
         self._thread = threading.Thread(target=self._run, name="jaxrl-watchdog", daemon=True)
 
     def start(self) -> None:
         """Begin to watch."""
+        self._witness = Witness(f"process {self._control.index} (pid {os.getpid()})")
         self._thread.start()
 
     def stop(self) -> None:
@@ -86,6 +89,8 @@ class Watchdog:
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join(timeout=10)
+        if self._witness is not None:
+            self._witness.dismiss()
 
     def now(self, stage: Stage, doing: str) -> None:
         """The main thread does something else: progress."""
@@ -162,6 +167,8 @@ class Watchdog:
             if now - self._reached_at > self._watch.dead_after_s:
                 first = (str(error).splitlines() or [""])[0][:200]
                 self._fail(DistributedError(f"the coordinator cannot be reached: {first}"))
+        if self._witness is not None:
+            self._witness.tell(self._everyone(), self._report_path)
         if self.failure is None:
             found = self._judge(own)
             if found is not None:
@@ -250,9 +257,9 @@ class Watchdog:
 
     def _report(self, text: str) -> None:
         _LOGGER.error("%s", text)
-        if self.logs is None:
+        path = self._report_path
+        if path is None:
             return
-        path = self.logs / f"hang.process{self._control.index}.txt"
         try:
             with path.open("a", encoding="utf-8") as file:
                 file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
@@ -262,9 +269,15 @@ class Watchdog:
         except OSError as error:
             _LOGGER.error("cannot write %s: %s", path, error)
 
+    @property
+    def _report_path(self) -> Path | None:
+        return self.logs and self.logs / f"hang.process{self._control.index}.txt"
+
     def _end(self, text: str) -> None:
         """The main thread does not come back: say why, and end the process."""
         self._report(text)
+        if self._witness is not None:
+            self._witness.dismiss()
         with contextlib.suppress(Exception):
             self._control.leave(text)
         sys.stderr.write(f"jaxrl: error: {text}\n")
