@@ -20,13 +20,16 @@ from pathlib import Path
 
 from jaxrl.distributed.beats import Beat, Peer, Stage, make_beat
 from jaxrl.distributed.control import Control, Left, departures
-from jaxrl.distributed.sequence import Sequence, decode_tail, first_difference
+from jaxrl.distributed.sequence import Sequence, Tail, decode_tail, first_difference
 from jaxrl.distributed.sides import name_processes
 from jaxrl.distributed.witness import Witness
 from jaxrl.errors import CollectiveOrderError, DistributedError, HangError
 from jaxrl.observe.logger import get_logger
 
 _LOGGER = get_logger("distributed")
+
+_EXCHANGE_S = 3.0
+"""How long others may take to say all that they have started, once it differs."""
 
 EXIT_WATCHDOG = 3
 """Exit code of a process that the watchdog ended."""
@@ -190,9 +193,23 @@ class Watchdog:
         different = first_difference(tails)
         if different is None:
             different = self._ends_early(own, beats)
+        else:
+            different = self._where_it_began(tails) or different
         if different is not None:
             return CollectiveOrderError(f"{different}; {self._everyone()}")
         return self._lost(self._watch.dead_after_s) or self._hangs(own)
+
+    def _where_it_began(self, tails: Mapping[int, Tail]) -> str | None:
+        """The first difference in all that is remembered; the others look for it too."""
+        self._control.put(f"tail/{self._control.index}", self._sequence.encode_all().encode())
+        deadline = time.monotonic() + _EXCHANGE_S
+        while True:
+            full = {
+                p: decode_tail(data.decode()) for p, data in self._control.folder("tail").items()
+            }
+            if len(full) == self._control.count or time.monotonic() > deadline:
+                return first_difference({**tails, **full})
+            time.sleep(0.1)
 
     def _ends_early(self, own: Beat, beats: Mapping[int, Beat]) -> str | None:
         """Whether some have ended although others have started more programs than they."""
