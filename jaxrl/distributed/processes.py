@@ -25,7 +25,7 @@ from jaxrl.distributed.order import Fingerprint, agree
 from jaxrl.distributed.record import record_program
 from jaxrl.distributed.sequence import Sequence, decode_tail, first_difference
 from jaxrl.distributed.watchdog import Watch, Watchdog
-from jaxrl.errors import CollectiveOrderError, ConfigError, DataError
+from jaxrl.errors import CollectiveOrderError, ConfigError, DataError, DistributedError
 from jaxrl.observe.logger import get_logger
 
 _LOGGER = get_logger("distributed")
@@ -218,8 +218,9 @@ class Processes:
         self._watchdog.stop()
         text = " ".join(str(error).split())
         reason = f"{type(error).__name__}: {text}"[:500]
+        follows = bool(cause) or type(error) is DistributedError
         try:
-            self._control.leave(f"{reason} ({cause})" if cause else reason)
+            self._control.leave(f"{reason} ({cause})" if cause else reason, follows=follows)
         except Exception as gone:  # the coordinator may be what was lost
             _LOGGER.error("the others cannot be told: %s", (str(gone).splitlines() or [""])[0])
         if cause and cause not in str(error):

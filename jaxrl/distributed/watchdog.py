@@ -296,7 +296,7 @@ class Watchdog:
         if self._witness is not None:
             self._witness.dismiss()
         with contextlib.suppress(Exception):
-            self._control.leave(text)
+            self._control.leave(text, follows=type(self.failure) is DistributedError)
         sys.stderr.write(f"jaxrl: error: {text}\n")
         sys.stderr.flush()
         logging.shutdown()
