@@ -22,10 +22,16 @@ _SHUTDOWN_S = 15
 def detect(
     coordinator: str | None, num_processes: int | None, process_id: int | None, timeout_s: float
 ) -> tuple[str | None, int | None, int | None]:
-    """The given values, and where None those that the cluster (TPU pod, Slurm, MPI) tells."""
-    found = clusters.ClusterEnv.auto_detect_unset_distributed_params(
-        coordinator, num_processes, process_id, None, None, int(timeout_s)
-    )
+    """The given values, and where None those that the cluster (TPU pod, Slurm, MPI) tells.
+
+    Raises `DistributedError` for a cluster that tells something else than it should.
+    """
+    try:
+        found = clusters.ClusterEnv.auto_detect_unset_distributed_params(
+            coordinator, num_processes, process_id, None, None, int(timeout_s)
+        )
+    except Exception as error:  # each cluster has its own
+        raise DistributedError(f"the cluster does not say who takes part: {error}") from error
     return found[0], found[1], found[2]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,9 +24,13 @@ _REASON = 2000
 
 @dataclasses.dataclass(frozen=True)
 class Left:
-    """A process is no longer part of the job: why, empty if it has done all its work."""
+    """A process is no longer part of the job: why, empty if it has done all its work.
+
+    `follows`: because another had gone before.
+    """
 
     reason: str
+    follows: bool = False
 
 
 class Control:
@@ -87,13 +92,14 @@ class Control:
         """Take away what this process put at `tag`, once nobody reads it any more."""
         self._client.key_value_delete(f"{self._root}/{tag}/{self.index}")
 
-    def leave(self, reason: str = "") -> None:
+    def leave(self, reason: str = "", *, follows: bool = False) -> None:
         """Tell the others that this process is no longer part of the job, and why."""
-        self.put(f"left/{self.index}", reason[:_REASON].encode())
+        record = dataclasses.asdict(Left(reason[:_REASON], follows))
+        self.put(f"left/{self.index}", json.dumps(record).encode())
 
     def left(self) -> dict[int, Left]:
         """The processes that have left."""
-        return {p: Left(value.decode(errors="replace")) for p, value in self.folder("left").items()}
+        return {p: Left(**json.loads(value)) for p, value in self.folder("left").items()}
 
     def _wait(self, key: str, deadline: float) -> bytes | None:
         left = deadline - time.monotonic()
@@ -124,10 +130,12 @@ class Control:
 
 
 def departures(gone: Mapping[int, Left]) -> str:
-    """Who left and why: "process 1 left the job: ValueError: x; process 2 has ended"."""
+    """Who left and why: "process 1 left the job: ValueError: x; process 2 has ended". Those that
+    only followed are named where nobody else is."""
+    first = {p: left for p, left in gone.items() if not left.follows}
     return "; ".join(
         f"process {p} left the job: {left.reason}" if left.reason else f"process {p} has ended"
-        for p, left in sorted(gone.items())
+        for p, left in sorted((first or gone).items())
     )
 
 

@@ -25,7 +25,7 @@ from jaxrl.distributed.order import Fingerprint, agree
 from jaxrl.distributed.record import record_program
 from jaxrl.distributed.sequence import Sequence, decode_tail, first_difference
 from jaxrl.distributed.watchdog import Watch, Watchdog
-from jaxrl.errors import CollectiveOrderError
+from jaxrl.errors import CollectiveOrderError, ConfigError, DataError, DistributedError
 from jaxrl.observe.logger import get_logger
 
 _LOGGER = get_logger("distributed")
@@ -195,11 +195,19 @@ class Processes:
     def _compare_sequences(self, tag: str, what: str) -> None:
         assert self._control is not None
         mine = json.dumps([self._sequence.count, self._sequence.encode()]).encode()
-        got = self._control.gather(
-            tag, mine, timeout_s=self._timeout_s, waiting_for=f"all to reach {what!r}"
-        )
+        waiting_for = f"all to reach {what!r}"
+        got = self._control.gather(tag, mine, timeout_s=self._timeout_s, waiting_for=waiting_for)
         said = {process: json.loads(data) for process, data in got.items()}
         different = first_difference({p: decode_tail(tail) for p, (_, tail) in said.items()})
+        if different is not None:
+            full = self._control.gather(
+                f"{tag}/all",
+                self._sequence.encode_all().encode(),
+                timeout_s=self._timeout_s,
+                waiting_for=waiting_for,
+            )
+            tails = {p: decode_tail(data.decode()) for p, data in full.items()}
+            different = first_difference(tails) or different
         counts = {p: count for p, (count, _) in said.items()}
         if different is None and len(set(counts.values())) > 1:
             told = ", ".join(f"{count} in process {p}" for p, count in sorted(counts.items()))
@@ -238,15 +246,16 @@ class Processes:
         self._watchdog.stop()
         text = " ".join(str(error).split())
         reason = f"{type(error).__name__}: {text}"[:500]
+        follows = bool(cause) or type(error) is DistributedError
         try:
-            self._control.leave(f"{reason} ({cause})" if cause else reason)
+            self._control.leave(f"{reason} ({cause})" if cause else reason, follows=follows)
         except Exception as gone:  # the coordinator may be what was lost
             _LOGGER.error("the others cannot be told: %s", (str(gone).splitlines() or [""])[0])
         if cause and cause not in str(error):
             error.add_note(f"jaxrl: {cause}")
             _LOGGER.error("%s", cause)
         connection.abandon()
-        atexit.register(_leave_at_once, getattr(error, "signum", None), type(error))
+        atexit.register(_leave_at_once, _exit_code(error))
 
     def __enter__(self) -> Self:
         return self
@@ -283,11 +292,17 @@ def _short(inputs: tuple[str, ...]) -> str:
     return f"inputs {digest} (the last of {len(inputs)}: {last})"
 
 
-def _leave_at_once(signum: int | None, kind: type[BaseException]) -> None:
+def _exit_code(error: BaseException) -> int:
+    """As `jaxrl` on the command line has it."""
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        return error.code
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + getattr(error, "signum", signal.SIGINT)
+    return 2 if isinstance(error, ConfigError | DataError) else 1
+
+
+def _leave_at_once(code: int) -> None:
     """JAX's own end would wait for processes that are gone, and then abort."""
-    code = 1
-    if issubclass(kind, KeyboardInterrupt):
-        code = 128 + (signum or signal.SIGINT)
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

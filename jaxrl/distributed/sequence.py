@@ -41,9 +41,13 @@ class Sequence:
             entries = list(self._entries)[-most:]
         return {number: (digest.hex(), entry) for number, digest, entry in entries}
 
-    def encode(self) -> str:
-        """What others need to compare theirs with."""
-        return json.dumps(self.tail(_SHOWN))
+    def encode(self, most: int = _SHOWN) -> str:
+        """What others need to compare theirs with: the last `most` entries."""
+        return json.dumps(self.tail(most))
+
+    def encode_all(self) -> str:
+        """All that is remembered, to find where sequences began to differ."""
+        return json.dumps(self.tail())
 
 
 def decode_tail(text: str) -> Tail:
@@ -60,25 +64,22 @@ def first_difference(tails: Mapping[int, Tail]) -> str | None:
     for number in numbers:
         known = {process: tail[number] for process, tail in tails.items() if number in tail}
         if len({digest for digest, _ in known.values()}) > 1:
-            return _described(number, known, numbers, tails)
+            before = {tails[process].get(number - 1) for process in known}
+            return _described(number, known, None if len(before) > 1 else before.pop())
     return None
 
 
 def _described(
-    number: int,
-    known: Mapping[int, tuple[str, str]],
-    numbers: list[int],
-    tails: Mapping[int, Tail],
+    number: int, known: Mapping[int, tuple[str, str]], before: tuple[str, str] | None
 ) -> str:
-    entries = {process: entry for process, (_, entry) in known.items()}
-    if len(set(entries.values())) == 1:
-        # They differed before what is remembered.
-        groups: dict[str, list[int]] = {}
-        for process, (digest, _) in known.items():
-            groups.setdefault(digest, []).append(process)
-        apart = " and ".join(name_processes(who) for who in groups.values())
-        return f"launches differ before number {number}, the oldest known, between {apart}"
-    before = number - 1
-    shared = {tails[process][before][1] for process in known if before in tails[process]}
-    after = f" (after {shared.pop()} on all)" if len(shared) == 1 else ""
-    return f"launch {number} differs: {sides_of(entries)}{after}"
+    entries = sides_of({process: entry for process, (_, entry) in known.items()})
+    if number == 1:
+        return f"launch 1 differs: {entries}"
+    if before is not None:
+        return f"launch {number} differs: {entries} (after {before[1]} on all)"
+    # They differed already before what is remembered.
+    groups: dict[str, list[int]] = {}
+    for process, (digest, _) in known.items():
+        groups.setdefault(digest, []).append(process)
+    apart = " and ".join(name_processes(who) for who in groups.values())
+    return f"launches differ at number {number} or before between {apart}: {entries}"

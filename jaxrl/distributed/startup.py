@@ -78,7 +78,11 @@ def join(
     )
     control = Control(client, job, index, count)
     _joined = Processes(control, facts, watch, logs, agree_timeout_s)
-    _joined.start(timeout_s)
+    try:
+        _joined.start(timeout_s)
+    except BaseException as error:
+        _joined.fail(error)
+        raise
     _LOGGER.info(
         "process %d of %d joined at %s:%d in %.1f s",
         index,

@@ -20,12 +20,16 @@ from pathlib import Path
 
 from jaxrl.distributed.beats import Beat, Peer, Stage, make_beat
 from jaxrl.distributed.control import Control, Left, departures
-from jaxrl.distributed.sequence import Sequence, decode_tail, first_difference
+from jaxrl.distributed.sequence import Sequence, Tail, decode_tail, first_difference
 from jaxrl.distributed.sides import name_processes
+from jaxrl.distributed.witness import Witness
 from jaxrl.errors import CollectiveOrderError, DistributedError, HangError
 from jaxrl.observe.logger import get_logger
 
 _LOGGER = get_logger("distributed")
+
+_EXCHANGE_S = 3.0
+"""How long others may take to say all that they have started, once it differs."""
 
 EXIT_WATCHDOG = 3
 """Exit code of a process that the watchdog ended."""
@@ -75,10 +79,12 @@ class Watchdog:
         self._reported_at = 0.0
         self._failed_at = self._reached_at = now
         self._stopping = threading.Event()
+        self._witness: Witness | None = None
         self._thread = threading.Thread(target=self._run, name="jaxrl-watchdog", daemon=True)
 
     def start(self) -> None:
         """Begin to watch."""
+        self._witness = Witness(f"process {self._control.index} (pid {os.getpid()})")
         self._thread.start()
 
     def stop(self) -> None:
@@ -86,6 +92,8 @@ class Watchdog:
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join(timeout=10)
+        if self._witness is not None:
+            self._witness.dismiss()
 
     def now(self, stage: Stage, doing: str) -> None:
         """The main thread does something else: progress."""
@@ -162,6 +170,8 @@ class Watchdog:
             if now - self._reached_at > self._watch.dead_after_s:
                 first = (str(error).splitlines() or [""])[0][:200]
                 self._fail(DistributedError(f"the coordinator cannot be reached: {first}"))
+        if self._witness is not None:
+            self._witness.tell(self._everyone(), self._report_path)
         if self.failure is None:
             found = self._judge(own)
             if found is not None:
@@ -183,9 +193,23 @@ class Watchdog:
         different = first_difference(tails)
         if different is None:
             different = self._ends_early(own, beats)
+        else:
+            different = self._where_it_began(tails) or different
         if different is not None:
             return CollectiveOrderError(f"{different}; {self._everyone()}")
         return self._lost(self._watch.dead_after_s) or self._hangs(own)
+
+    def _where_it_began(self, tails: Mapping[int, Tail]) -> str | None:
+        """The first difference in all that is remembered; the others look for it too."""
+        self._control.put(f"tail/{self._control.index}", self._sequence.encode_all().encode())
+        deadline = time.monotonic() + _EXCHANGE_S
+        while True:
+            full = {
+                p: decode_tail(data.decode()) for p, data in self._control.folder("tail").items()
+            }
+            if len(full) == self._control.count or time.monotonic() > deadline:
+                return first_difference({**tails, **full})
+            time.sleep(0.1)
 
     def _ends_early(self, own: Beat, beats: Mapping[int, Beat]) -> str | None:
         """Whether some have ended although others have started more programs than they."""
@@ -250,9 +274,9 @@ class Watchdog:
 
     def _report(self, text: str) -> None:
         _LOGGER.error("%s", text)
-        if self.logs is None:
+        path = self._report_path
+        if path is None:
             return
-        path = self.logs / f"hang.process{self._control.index}.txt"
         try:
             with path.open("a", encoding="utf-8") as file:
                 file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
@@ -262,11 +286,17 @@ class Watchdog:
         except OSError as error:
             _LOGGER.error("cannot write %s: %s", path, error)
 
+    @property
+    def _report_path(self) -> Path | None:
+        return self.logs and self.logs / f"hang.process{self._control.index}.txt"
+
     def _end(self, text: str) -> None:
         """The main thread does not come back: say why, and end the process."""
         self._report(text)
+        if self._witness is not None:
+            self._witness.dismiss()
         with contextlib.suppress(Exception):
-            self._control.leave(text)
+            self._control.leave(text, follows=type(self.failure) is DistributedError)
         sys.stderr.write(f"jaxrl: error: {text}\n")
         sys.stderr.flush()
         logging.shutdown()

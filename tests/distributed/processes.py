@@ -90,10 +90,10 @@ class Job:
         """Send a signal to one process."""
         self._processes[place].send_signal(signum)
 
-    def wait_for(self, word: str, places: Sequence[int]) -> None:
-        """Wait until each of these processes has written `word` to its output."""
+    def wait_for(self, word: str, places: Sequence[int], kind: str = "out") -> None:
+        """Wait until each of these processes has written `word`."""
         self._until(
-            lambda: all(word in self._read(place, "out") for place in places), f"{word!r} in output"
+            lambda: all(word in self.read(place, kind) for place in places), f"{word!r} in {kind}"
         )
 
     def ended(self, places: Sequence[int] | None = None) -> list[Ended]:
@@ -109,10 +109,11 @@ class Job:
                 process.kill()
                 process.wait()
                 code = None
-            results.append(Ended(code, self._read(place, "out"), self._read(place, "err")))
+            results.append(Ended(code, self.read(place, "out"), self.read(place, "err")))
         return results
 
-    def _read(self, place: int, kind: str) -> str:
+    def read(self, place: int, kind: str) -> str:
+        """What a process has written so far: "out" or "err"."""
         return self._path(place, kind).read_text(encoding="utf-8", errors="replace")
 
     def _path(self, place: int, kind: str) -> Path:
@@ -121,10 +122,11 @@ class Job:
     def _until(self, condition: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + KILL_AFTER_S
         while not condition():
-            ended = [p for p in self._processes if p.poll() is not None]
-            if len(ended) == len(self._processes) or time.monotonic() > deadline:
+            if all(process.poll() is not None for process in self._processes):
+                deadline = min(deadline, time.monotonic() + 20)  # others may still write
+            if time.monotonic() > deadline:
                 texts = [
-                    self._read(p, k) for p in range(len(self._processes)) for k in ("out", "err")
+                    self.read(p, k) for p in range(len(self._processes)) for k in ("out", "err")
                 ]
                 raise AssertionError(f"no {what}:\n" + "\n".join(texts))
             time.sleep(0.02)

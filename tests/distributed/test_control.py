@@ -152,7 +152,12 @@ def test_first_difference_before_what_is_remembered_says_so():
     same = ["x"] * 100
     tails = {p: decode_tail(_sequence([first, *same]).encode()) for p, first in enumerate("ab")}
 
-    assert "differ before number" in first_difference(tails)
+    assert first_difference(tails) == (
+        "launches differ at number 54 or before between process 0 and process 1: "
+        "x in processes 0, 1"
+    )
+    everything = {p: _sequence([first, *same]).tail() for p, first in enumerate("ab")}
+    assert first_difference(everything) == "launch 1 differs: a in process 0; b in process 1"
 
 
 @hypothesis.settings(max_examples=60, deadline=None)

@@ -6,6 +6,8 @@ Times in these tests only bound how long a hang may last; they assert nothing ab
 from __future__ import annotations
 
 import json
+import os
+import re
 import signal
 
 import pytest
@@ -89,6 +91,7 @@ def test_job_whose_process_is_stopped_ends_with_a_report(tmp_path):
         (survivor,) = job.ended([0])
 
     assert survivor.code == EXIT_WATCHDOG, survivor.text
+    assert "last seen" not in survivor.err  # it has said more itself
     assert "no sign of life of process 1" in survivor.err
     assert "it is stopped" in survivor.err
     report = (tmp_path / "hang.process0.txt").read_text()
@@ -194,6 +197,22 @@ def test_job_whose_coordinator_is_stopped_ends_with_a_report(tmp_path):
 
     assert survivor.code == EXIT_WATCHDOG, survivor.text
     assert "no sign of life of process 0" in survivor.err
+
+
+@pytest.mark.slow
+def test_job_whose_coordination_service_is_killed_leaves_last_words(tmp_path):
+    with Job(tmp_path, "steps") as job:
+        job.wait_for("running", [0, 1])
+        job.wait_for("service=", [0])
+        pid = re.search(r"service=(\d+)\.", job.read(0, "out")).group(1)
+        os.kill(int(pid), signal.SIGKILL)
+        ended = job.ended()
+        job.wait_for("last seen: process 0", [0, 1], kind="err")
+
+    for place, each in enumerate(ended):
+        assert each.code not in (0, None)  # JAX ends them, with SIGABRT
+        assert f"process {place} (pid" in job.read(place, "err")
+        assert "process 1 (" in (tmp_path / f"hang.process{place}.txt").read_text()
 
 
 @pytest.mark.slow

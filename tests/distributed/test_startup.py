@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import subprocess
 import sys
 import time
@@ -49,6 +50,16 @@ def test_join_alone_connects_nothing_and_gives_functions_back(arguments):
         assert distributed.join() is processes
     assert processes.closed
     assert distributed.join() is not processes
+
+
+def test_distributed_page_examples_run(repo_root):
+    page = (repo_root / "docs" / "distributed.md").read_text(encoding="utf-8")
+    examples = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+
+    for example in examples:
+        exec(compile(example, "docs/distributed.md", "exec"), {})
+
+    assert len(examples) == 2
 
 
 @pytest.mark.parametrize(

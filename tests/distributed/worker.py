@@ -36,6 +36,14 @@ def start(**more: object):
     )
 
 
+def service() -> str:
+    """The process in which JAX's coordination service runs; only process 0 knows it."""
+    from jax._src import distributed
+
+    found = distributed.global_state.service
+    return "" if found is None else f"service={found.pid}."
+
+
 def programs():
     """(mesh, inputs, two programs of the same shapes and collectives whose numbers differ)."""
     import jax
@@ -198,7 +206,7 @@ def steps() -> None:
             processes.enter("training", step=step)
             number(one(x))
             if step == 3:
-                say("running")
+                say("running", service())
             time.sleep(0.02)
 
 
