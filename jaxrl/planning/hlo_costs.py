@@ -125,7 +125,9 @@ class _Counter:
             return max(branches, key=lambda costs: costs.flops + costs.bytes, default=Costs())
         if one.opcode == "call":
             return self.run(one.named("to_apply"))
-        if one.opcode.endswith(("-start", "-done", "-update")) and not one.named("calls"):
+        if one.opcode.endswith(("-done", "-update")):
+            return Costs()  # counted where it starts
+        if one.opcode.endswith("-start") and not one.named("calls"):
             return Costs()  # transfers between devices have their own account
         flops = self._flops(one, inside)
         return Costs(flops, 0 if one.opcode in _NO_TRAFFIC else self._traffic(one, inside))
@@ -282,11 +284,13 @@ def _kernel(one: Instruction, inside: dict[str, Instruction]) -> float:
     if found:
         return float(found.group(1))
     splash = _SPLASH.search(one.name)
-    heads = [shape for name in one.operands if len(shape := _shape(name, inside)) == 4]
+    # [N, T, H], with rows in front where there are several.
+    heads = [shape for name in one.operands if len(shape := _shape(name, inside)) in (3, 4)]
     if splash is None or not heads:
         return 0.0
-    query, keys = max(heads, key=lambda shape: shape[1]), max(shape[2] for shape in heads)
-    return _SPLASH_PRODUCTS[splash.group(1)] * math.prod(query) * keys
+    query = max(heads, key=math.prod)
+    keys = max(shape[-2] for shape in heads if shape[-1] == query[-1])
+    return float(_SPLASH_PRODUCTS[splash.group(1)] * math.prod(query) * keys)
 
 
 def _window(attributes: str) -> dict[str, list]:

@@ -14,9 +14,10 @@ from jaxrl.config.schema import demand
 from jaxrl.data.tokenizers import load_tokenizer
 from jaxrl.errors import ConfigError, DataError
 from jaxrl.inference.engine import Engine
+from jaxrl.models.check import check_mesh
 from jaxrl.models.model import Model, build_model
 from jaxrl.rollout.collate import rows_for
-from jaxrl.sharding import AXES, make_mesh
+from jaxrl.sharding import AXES, DEFAULT_RULES, make_mesh
 from jaxrl.sharding.mesh import resolve_sizes
 from jaxrl.train.objectives import Objective, grpo_objective, sft_objective
 from jaxrl.train.optimizer import Optimizer, make_optimizer
@@ -40,7 +41,7 @@ class Layout:
     @property
     def row_shards(self) -> int:
         """Among how many devices the rows of a batch are divided."""
-        return self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+        return DEFAULT_RULES.shards(self.mesh, "batch")
 
     @property
     def rows(self) -> int:
@@ -129,17 +130,17 @@ def _vocabulary(config: ExperimentConfig) -> int:
 
 def _check(layout: Layout) -> None:
     config, sizes = layout.config, layout.mesh.shape
+    check_mesh(
+        layout.model.config,
+        sizes,
+        rows=layout.rows // layout.micro_batches if layout.phase else None,
+        length=config.row_length,
+        slots=config.rollout.slots,
+    )
     try:
         layout.model.shardings(layout.mesh)
     except ValueError as error:
         raise ConfigError(" ".join(str(error).split())) from None
-    shards, slots = layout.row_shards, config.rollout.slots
-    rule = f"a multiple of mesh.data x mesh.fsdp = {sizes['data']} x {sizes['fsdp']}"
-    demand(slots % shards == 0, "rollout.slots", slots, rule)
-    parts, length = sizes["context"], config.row_length
-    demand(length % parts == 0, "train.row_length", length, f"a multiple of mesh.context={parts}")
-    experts = config.model.n_experts
-    if not experts:
-        for axis in ("expert", "expert_tensor"):
-            rule = "1: the model has no experts (model.n_experts=0)"
-            demand(sizes[axis] == 1, f"mesh.{axis}", sizes[axis], rule)
+    for axis in () if config.model.n_experts else ("expert", "expert_tensor"):
+        rule = "1: the model has no experts (model.n_experts=0)"
+        demand(sizes[axis] == 1, f"mesh.{axis}", sizes[axis], rule)

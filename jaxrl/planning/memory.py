@@ -83,6 +83,7 @@ def train_parts(layout: Layout, *, kernel: bool = False) -> dict[str, int]:
         # The backward pass of a layer has the layer's values and some of their gradients.
         "activations of a layer": inner + inner // 4,
         "gathered weights": sizes.gathered(),
+        "their gradients": sizes.gathered_gradients(),
         "logits": sizes.logits(),
     }
 
@@ -118,7 +119,7 @@ def prefill_parts(layout: Layout) -> dict[str, int]:
 def decode_parts(layout: Layout) -> dict[str, int]:
     """Bytes that decoding needs besides weights and cache."""
     engine, config = layout.engine, layout.config.model
-    slots = engine.slots // layout.row_shards
+    slots = engine.slots // DEFAULT_RULES.shards(layout.mesh, "batch")
     logits = slots * config.vocab_size // layout.mesh.shape["tensor"] * _FLOAT
     # What is attended to is cut out of the cache, unless it is all of it.
     cache = bytes_per_device(engine.abstract_state.cache)
@@ -134,81 +135,87 @@ class _Sizes:
     """Bytes of the parts of one micro-batch's forward pass on one device."""
 
     def __init__(self, layout: Layout):
-        self.model, self.config = layout.model, layout.config.model
-        self.mesh = layout.mesh.shape
+        self.layout, self.config = layout, layout.model.config
         self.item = jnp.dtype(self.config.dtype).itemsize
         rows = layout.rows // layout.micro_batches if layout.phase else 0
         self.rows = rows // layout.row_shards
-        self.length = layout.config.row_length // self.mesh["context"]
         self.whole_length = layout.config.row_length
+        self.length = self.whole_length // self.split("length")
         self.tokens = self.rows * self.length
         self.chunk = max(1, layout.config.train.logprob_chunk // max(rows, 1)) * self.rows
+
+    def split(self, axis: str) -> int:
+        """Among how many devices a logical axis is divided."""
+        return DEFAULT_RULES.shards(self.layout.mesh, axis)
 
     @property
     def residual(self) -> int:
         """The stream between two layers."""
-        return self.tokens * self.config.d_model * self.item
+        tokens = self.rows * self.whole_length // self.split("residual")
+        return tokens * self.config.d_model * self.item
 
     def layer_products(self) -> int:
         """What the products with the weights of one layer give."""
-        config, tensor = self.config, self.mesh["tensor"]
-        heads = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim // tensor
-        return self.tokens * self.item * (heads + 2 * config.d_model + 2 * self._mlp_width())
+        config = self.config
+        heads = config.n_heads // self.split("heads") + 2 * config.n_kv_heads // self.split(
+            "kv_heads"
+        )
+        inner = self.tokens * self.item * (heads * config.head_dim + 2 * self._mlp_width())
+        return inner + 2 * self.residual
 
     def layer_inner(self, kernel: bool) -> int:
         """What the forward pass of one layer makes."""
-        config, tensor = self.config, self.mesh["tensor"]
-        heads = (2 * config.n_heads + 2 * config.n_kv_heads) * config.head_dim // tensor
-        wide = heads + 4 * config.d_model + 3 * self._mlp_width()
+        config = self.config
+        heads = config.n_heads // self.split("heads")
+        kv_heads = config.n_kv_heads // self.split("kv_heads")
+        wide = 2 * (heads + kv_heads) * config.head_dim + 3 * self._mlp_width()
+        # The stream is whole before products that `tensor` splits, and in parts between them.
+        wide += 2 * config.d_model
         scores = 0
         if not kernel:
             pairs = self.rows * self.length * self.whole_length
-            scores = pairs * max(1, config.n_heads // tensor) * (_FLOAT + self.item)
-        return self.tokens * self.item * wide + scores
+            scores = pairs * heads * (_FLOAT + self.item)
+        return self.tokens * self.item * wide + 2 * self.residual + scores
 
     def gathered(self) -> int:
         """Weights that are whole for their use: two layers' (the next one is fetched meanwhile),
         and a table of the vocabulary."""
-        if self.mesh["fsdp"] == 1:
+        if self.split("embed") == 1:
             return 0
-        config, kept = self.config, DEFAULT_RULES.replace({"embed": None})
-        sharded = _bytes_under(self.model, kept, self.mesh)
-        table = config.vocab_size * config.d_model // self.mesh["tensor"]
-        tables = table * (1 if config.tie_embeddings else 2)
-        layer = (sharded - tables) // config.n_layers
-        return (2 * layer + table) * self.item
+        return 2 * self._layer_weights() * self.item + self._table() * self.item
+
+    def gathered_gradients(self) -> int:
+        """Gradients of weights that are whole, before each device keeps its part: those of a table
+        are summed in float32."""
+        if self.split("embed") == 1:
+            return 0
+        return self._layer_weights() * self.item + self._table() * _FLOAT
 
     def logits(self) -> int:
         """Of one chunk: the logits, their probabilities, and the gradient of either."""
-        return 3 * self.chunk * self.config.vocab_size // self.mesh["tensor"] * _FLOAT
+        return 3 * self.chunk * self.config.vocab_size // self.split("vocab") * _FLOAT
+
+    def _table(self) -> int:
+        """Numbers of the token embedding on a device that has its width."""
+        return self.config.vocab_size * self.config.d_model // self.split("vocab")
+
+    def _layer_weights(self) -> int:
+        """Numbers of one layer on a device that has its whole width."""
+        model, whole = self.layout.model, {"embed": 1, "expert_embed": 1}
+        leaves, treedef = jax.tree.flatten(model.abstract)
+        total = 0
+        for leaf, names in zip(leaves, treedef.flatten_up_to(model.axes), strict=True):
+            parts = (whole.get(name) or self.split(name) for name in names if name is not None)
+            total += math.prod(leaf.shape) // math.prod(parts)
+        tables = self._table() * (1 if self.config.tie_embeddings else 2)
+        return (total - tables) // self.config.n_layers
 
     def _mlp_width(self) -> int:
-        config, mesh = self.config, self.mesh
-        width = config.mlp_dim // mesh["tensor"]
+        config = self.config
         if not config.n_experts:
-            return width
+            return config.mlp_dim // self.split("mlp")
         # Each token meets its experts, wherever they are; balanced, every device has its share.
-        return config.experts_per_token * width // mesh["expert_tensor"]
-
-
-def _bytes_under(model, rules, mesh) -> int:
-    """Number of weights on a device under `rules`."""
-    axes = model.axes
-    leaves, treedef = jax.tree.flatten(model.abstract)
-    total = 0
-    for leaf, names in zip(leaves, treedef.flatten_up_to(axes), strict=True):
-        split = math.prod(
-            mesh[axis]
-            for name in names
-            if name is not None
-            for axis in _mesh_axes(rules.mapping[name])
-        )
-        total += math.prod(leaf.shape) // split
-    return total
-
-
-def _mesh_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else entry
+        return config.experts_per_token * config.mlp_dim // self.split("expert_mlp")
 
 
 def _weights(layout: Layout):
