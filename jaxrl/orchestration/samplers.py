@@ -74,7 +74,7 @@ def make_driver_for(
     buckets = [*(b for b in config.prompt_buckets if b < most), most]
     needed = sorted({next(b for b in buckets if b >= len(prompt)) for prompt in prompts})
     length = min(needed[-1] + new_tokens, most)
-    shards = parts.row_shards
+    shards = parts.slot_shards
     engine = Engine(
         parts.model,
         slots=-(-min(config.rollout.slots, len(prompts)) // shards) * shards,

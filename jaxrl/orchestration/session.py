@@ -25,6 +25,7 @@ from jaxrl.data.prompts import PromptStream, eval_prompts
 from jaxrl.data.tokenizers import Tokenizer, load_tokenizer
 from jaxrl.distributed import current
 from jaxrl.errors import CheckpointError, ConfigError
+from jaxrl.models.check import check_mesh
 from jaxrl.models.lora import base_model
 from jaxrl.models.model import Model, build_model, init_params
 from jaxrl.models.safetensors import check_folder, load_params
@@ -37,7 +38,7 @@ from jaxrl.orchestration.interrupts import Interrupts
 from jaxrl.orchestration.ledger import Ledger, effective, read_ledger
 from jaxrl.orchestration.run_dir import RunDir
 from jaxrl.rewards.scorers import load_scorer
-from jaxrl.sharding import make_mesh, process_meshes
+from jaxrl.sharding import DEFAULT_RULES, make_mesh, process_meshes
 from jaxrl.train.checkpoint import CheckpointStore
 from jaxrl.types import Prompt
 from jaxrl.weights.store import WeightStore
@@ -73,23 +74,16 @@ class Parts:
             model.vocab_size,
             f"0 or at least {size}, the ids of data.tokenizer={config.data.tokenizer!r}",
         )
-        try:
-            self.model.shardings(self.mesh)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
+        check_mesh(self.model.config, self.mesh.shape, length=config.row_length)
         if model.weights:
             check_folder(model.weights, base_model(self.model))
         self._check_samplers()
-        parts = self.mesh.shape["context"]
-        rule = f"a multiple of mesh.context={parts}"
-        demand(config.row_length % parts == 0, "train.row_length", config.row_length, rule)
 
     def _check_samplers(self) -> None:
         """Slots and the prompts of an update divide among processes and devices."""
         rollout, train, processes = self.config.rollout, self.config.train, hosts.count()
-        shape = self.sampler_mesh.shape
-        shards, where = shape["data"] * shape["fsdp"], "mesh.data x mesh.fsdp"
-        rule = f"a multiple of {where} = {shards}"
+        shards = self.slot_shards
+        rule = f"a multiple of {shards}, the parts of the mesh that have slots of their own"
         if processes > 1:
             rule = f"a multiple of {processes} processes x {shards} parts of a process's devices"
         slots = rollout.slots
@@ -185,7 +179,12 @@ class Parts:
     @property
     def row_shards(self) -> int:
         """Among how many devices the rows of a batch are divided."""
-        return self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+        return DEFAULT_RULES.shards(self.mesh, "batch")
+
+    @property
+    def slot_shards(self) -> int:
+        """Among how many devices of this process the slots of its sampler are divided."""
+        return DEFAULT_RULES.shards(self.sampler_mesh, "slots")
 
     @functools.cached_property
     def train_examples(self) -> Sequence[Any]:
