@@ -99,6 +99,7 @@ def test_job_whose_process_is_stopped_ends_with_a_report(tmp_path):
     assert "worker.py" in report  # where every thread stands
 
 
+@pytest.mark.slow
 def test_job_with_other_config_is_error_on_all(tmp_path):
     ended = run(tmp_path, "config")
 
