@@ -153,7 +153,7 @@ def test_first_difference_before_what_is_remembered_says_so():
     tails = {p: decode_tail(_sequence([first, *same]).encode()) for p, first in enumerate("ab")}
 
     assert first_difference(tails) == (
-        "launches differ at number 54 or before between process 0 and process 1: "
+        "launches differ at number 94 or before between process 0 and process 1: "
         "x in processes 0, 1"
     )
     everything = {p: _sequence([first, *same]).tail() for p, first in enumerate("ab")}
