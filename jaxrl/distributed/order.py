@@ -17,7 +17,9 @@ from jaxrl.distributed.control import Control
 from jaxrl.distributed.hlo import Collective, collectives_in
 from jaxrl.distributed.versions import versions
 from jaxrl.errors import CollectiveOrderError
+from jaxrl.observe.logger import get_logger
 
+_LOGGER = get_logger("distributed")
 _MOST_GROUPS = 8
 
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from jaxrl.distributed.collectives import Collectives
 from jaxrl.distributed.groups import Group, device_groups, process_group
 from jaxrl.distributed.order import agree, compare, fingerprint
+from jaxrl.distributed.record import record_program
 from jaxrl.distributed.sequence import Sequence, decode_tail, first_difference
 from jaxrl.errors import CollectiveOrderError, DistributedError, HangError
 from jaxrl.sharding import make_mesh
@@ -125,6 +126,17 @@ def test_compare_names_cause_before_consequence():
         "collective 0 differs (of 1 in process 0; 0 in process 1): all-reduce sum f32[8,128] over "
         "[[0,1],[2,3]] in process 0; none in process 1"
     ) in compare({0: print_of(), 1: print_of(text=none)})
+
+
+def test_fingerprint_of_unknown_hlo_holds_its_lines(tmp_path):
+    text = hlo_texts.all_reduce("<0,1>")
+
+    mine = fingerprint("step", text)
+    record_program(tmp_path, "step", text)
+
+    (line,) = [line for line in mine.collectives if "replica_groups=<0,1>" in line]
+    assert "metadata" not in line
+    assert list(tmp_path.iterdir()) == []
 
 
 def _sequence(entries) -> Sequence:
