@@ -14,10 +14,12 @@ import jax
 
 from jaxrl.distributed import sides
 from jaxrl.distributed.control import Control
-from jaxrl.distributed.hlo import Collective, collectives_in
+from jaxrl.distributed.hlo import KINDS, Collective, collectives_in
 from jaxrl.distributed.versions import versions
-from jaxrl.errors import CollectiveOrderError
+from jaxrl.errors import CollectiveOrderError, DistributedError
+from jaxrl.observe.logger import get_logger
 
+_LOGGER = get_logger("distributed")
 _MOST_GROUPS = 8
 
 
@@ -71,15 +73,25 @@ def fingerprint(
     that have to agree, such as the configuration. Versions and the code of jaxrl are added.
     """
     text = program if isinstance(program, str) else program.as_text()
-    lines = tuple(line_of(collective) for collective in collectives_in(text))
-    return Fingerprint(
-        name, lines, input_lines(inputs), {**versions(), **sides.flatten(facts or {})}
-    )
+    all_facts = {**versions(), **sides.flatten(facts or {})}
+    return Fingerprint(name, collective_lines(text), input_lines(inputs), all_facts)
 
 
-def agree(
-    control: Control, mine: Fingerprint, *, number: int, timeout_s: float
-) -> Mapping[int, Fingerprint] | None:
+def collective_lines(text: str) -> tuple[str, ...]:
+    """One line for each collective of HLO `text`, in schedule order.
+
+    Of a form of HLO that is not known yet, the lines of the text themselves: a run does not end
+    for it.
+    """
+    try:
+        return tuple(line_of(collective) for collective in collectives_in(text))
+    except DistributedError as error:
+        _LOGGER.warning("%s; its lines are compared as they are", error)
+        found = (line for line in text.splitlines() if any(kind in line for kind in KINDS))
+        return tuple(line.partition(", metadata=")[0].strip() for line in found)
+
+
+def agree(control: Control, mine: Fingerprint, *, number: int, timeout_s: float) -> None:
     """Compare `mine` with the fingerprints of all processes; all must come with the same `number`.
 
     Raises `CollectiveOrderError` on every process if they are not the same, naming the first
@@ -93,7 +105,7 @@ def agree(
         # All have come here, so all are done with the one before the last.
         control.forget(f"agree/{number - 2}")
     if len(set(digests.values())) == 1:
-        return None
+        return
     full = control.gather(f"{tag}/full", mine.encode(), timeout_s=timeout_s, waiting_for=what)
     everyone = {process: Fingerprint.decode(data) for process, data in full.items()}
     raise CollectiveOrderError(compare(everyone))

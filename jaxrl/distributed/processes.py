@@ -21,7 +21,7 @@ from jaxrl.distributed import connection, groups
 from jaxrl.distributed.checked import Checked
 from jaxrl.distributed.collectives import Collectives
 from jaxrl.distributed.control import Control
-from jaxrl.distributed.order import Fingerprint, agree
+from jaxrl.distributed.order import Fingerprint, agree, fingerprint
 from jaxrl.distributed.record import record_program
 from jaxrl.distributed.sequence import Sequence, decode_tail, first_difference
 from jaxrl.distributed.watchdog import Watch, Watchdog
@@ -92,6 +92,14 @@ class Processes:
         if self._control is None and self._logs is None:
             return jitted
         return Checked(jitted, name, self, self._facts)
+
+    def agree(self, name: str, program: Any, inputs: Any = ()) -> None:
+        """Compare a compiled program (or its HLO text) that is not called through `checked`.
+
+        `inputs` is the tree of its arguments, or of `jax.ShapeDtypeStruct`. Raises as `checked`.
+        """
+        if self._control is not None or self._logs is not None:
+            self.compiled(fingerprint(name, program, inputs, self._facts), program)
 
     def enter(self, name: str, *, step: int | None = None) -> None:
         """This process begins `name`; `step` becomes part of what is compared from here on.

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.distributed.hlo import Collective, collectives_in
-from jaxrl.errors import DataError
+from jaxrl.errors import DataError, DistributedError
 from jaxrl.observe.logger import get_logger
 
 _LOGGER = get_logger("distributed")
@@ -29,11 +29,15 @@ class Program:
 def record_program(folder: Path | str, name: str, program: Any, inputs: Iterable[str] = ()) -> None:
     """Add a compiled program (or its HLO text) to the file in `folder`.
 
-    A program of the same name and inputs is replaced. That it cannot be written is a warning: a run
-    does not end for it.
+    A program of the same name and inputs is replaced. That it cannot be read or written is a
+    warning: a run does not end for it.
     """
     text = program if isinstance(program, str) else program.as_text()
-    new = Program(name, tuple(inputs), collectives_in(text))
+    try:
+        new = Program(name, tuple(inputs), collectives_in(text))
+    except DistributedError as error:
+        _LOGGER.warning("%r is not recorded: %s", name, error)
+        return
     path = Path(folder) / FILE
     try:
         kept = read_programs(folder) if path.exists() else ()

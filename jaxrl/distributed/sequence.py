@@ -12,8 +12,11 @@ from jaxrl.distributed.sides import name_processes, sides_of
 
 _KEPT = 4096
 """Entries that a process remembers, to compare them with those of one that lags behind."""
-_SHOWN = 48
-"""Entries that a process publishes at once."""
+_SHOWN = 8
+"""Entries that a process publishes at each beat; all of them once there is a difference."""
+
+COMPARED = 512
+"""Entries of its own that a process compares with those of others at each beat."""
 
 Tail = Mapping[int, tuple[str, str]]
 """Number of an entry -> (hash of all entries up to it, what it was)."""

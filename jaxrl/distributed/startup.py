@@ -53,21 +53,43 @@ def join(
             coordinator, num_processes, process_id, timeout_s
         )
     facts = sides.flatten(fingerprint or {})
-    if coordinator is None and num_processes in (None, 1):
-        _joined = Processes.alone(facts, logs)
-        return _joined
-    index, count = _check_numbers(num_processes, process_id)
-    host, port = _address(coordinator)
-    if count == 1:
+    alone = coordinator is None and num_processes in (None, 1)
+    if not alone:
+        index, count = _check_numbers(num_processes, process_id)
+        host, port = _address(coordinator)
+        alone = count == 1
+    if alone:
         _joined = Processes.alone(facts, logs)
         return _joined
     if connection.backend_started():
         raise DistributedError("join() comes too late: JAX has already been used in this process")
+    watch = Watch() if watch is None else watch
     started = time.monotonic()
+    control = _connect(index, count, host, port, facts, timeout_s, watch)
+    _joined = Processes(control, facts, watch, logs, agree_timeout_s)
+    try:
+        _joined.start(timeout_s)
+    except BaseException as error:
+        _joined.fail(error)
+        raise
+    took = time.monotonic() - started
+    _LOGGER.info("process %d of %d joined at %s:%d in %.1f s", index, count, host, port, took)
+    return _joined
+
+
+def _connect(
+    index: int,
+    count: int,
+    host: str,
+    port: int,
+    facts: Mapping[str, str],
+    timeout_s: float,
+    watch: Watch,
+) -> Control:
+    """Meet the others, then let JAX connect them."""
     where = f"{socket.gethostname()}, pid {os.getpid()}"
     hello = rendezvous.Hello(index, count, {**versions(), **facts}, where)
     job = rendezvous.meet(hello, host, port, timeout_s)
-    watch = Watch() if watch is None else watch
     client = connection.connect(
         f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
         count,
@@ -76,22 +98,7 @@ def join(
         # The watchdog comes first: JAX only ends the process.
         heartbeat_s=int(max(100, 3 * watch.dead_after_s + watch.grace_s)),
     )
-    control = Control(client, job, index, count)
-    _joined = Processes(control, facts, watch, logs, agree_timeout_s)
-    try:
-        _joined.start(timeout_s)
-    except BaseException as error:
-        _joined.fail(error)
-        raise
-    _LOGGER.info(
-        "process %d of %d joined at %s:%d in %.1f s",
-        index,
-        count,
-        host,
-        port,
-        time.monotonic() - started,
-    )
-    return _joined
+    return Control(client, job, index, count)
 
 
 def current() -> Processes:

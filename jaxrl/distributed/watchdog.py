@@ -20,7 +20,7 @@ from pathlib import Path
 
 from jaxrl.distributed.beats import Beat, Peer, Stage, make_beat
 from jaxrl.distributed.control import Control, Left, departures
-from jaxrl.distributed.sequence import Sequence, Tail, decode_tail, first_difference
+from jaxrl.distributed.sequence import COMPARED, Sequence, Tail, decode_tail, first_difference
 from jaxrl.distributed.sides import name_processes
 from jaxrl.distributed.witness import Witness
 from jaxrl.errors import CollectiveOrderError, DistributedError, HangError
@@ -28,6 +28,8 @@ from jaxrl.observe.logger import get_logger
 
 _LOGGER = get_logger("distributed")
 
+_BEATS_PER_S = 50
+"""Beats of all processes together that each of them reads in a second, at most."""
 _EXCHANGE_S = 3.0
 """How long others may take to say all that they have started, once it differs."""
 
@@ -138,7 +140,7 @@ class Watchdog:
 
     @property
     def _quiet_s(self) -> float:
-        return 3 * self._watch.heartbeat_s + 1
+        return 3 * max(self._watch.heartbeat_s, self._control.count / _BEATS_PER_S) + 1
 
     def _words(self, process: int, beat: Beat) -> str:
         verb = {"idle": "outside of programs", "running": "in"}.get(beat.stage, beat.stage)
@@ -151,7 +153,9 @@ class Watchdog:
         return make_beat(self._beats, self.state, self._sequence.count, self._sequence.encode())
 
     def _run(self) -> None:
-        while not self._stopping.wait(self._watch.heartbeat_s):
+        # Everybody reads what everybody says: in a large job less often.
+        beat_s = max(self._watch.heartbeat_s, self._control.count / _BEATS_PER_S)
+        while not self._stopping.wait(beat_s):
             try:
                 self._tick()
             except Exception:
@@ -189,7 +193,9 @@ class Watchdog:
     def _judge(self, own: Beat) -> DistributedError | None:
         beats = {p: peer.beat for p, peer in self._peers.items() if peer.beat is not None}
         tails = {p: decode_tail(beat.tail) for p, beat in beats.items()}
-        tails[self._control.index] = self._sequence.tail()
+        known = {number for tail in tails.values() for number in tail}
+        mine = self._sequence.tail(COMPARED)
+        tails[self._control.index] = {n: mine[n] for n in known if n in mine}
         different = first_difference(tails)
         if different is None:
             different = self._ends_early(own, beats)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from jaxrl.distributed.collectives import Collectives
 from jaxrl.distributed.groups import Group, device_groups, process_group
 from jaxrl.distributed.order import agree, compare, fingerprint
+from jaxrl.distributed.record import record_program
 from jaxrl.distributed.sequence import Sequence, decode_tail, first_difference
 from jaxrl.errors import CollectiveOrderError, DistributedError, HangError
 from jaxrl.sharding import make_mesh
@@ -127,6 +128,17 @@ def test_compare_names_cause_before_consequence():
     ) in compare({0: print_of(), 1: print_of(text=none)})
 
 
+def test_fingerprint_of_unknown_hlo_holds_its_lines(tmp_path):
+    text = hlo_texts.all_reduce("<0,1>")
+
+    mine = fingerprint("step", text)
+    record_program(tmp_path, "step", text)
+
+    (line,) = [line for line in mine.collectives if "replica_groups=<0,1>" in line]
+    assert "metadata" not in line
+    assert list(tmp_path.iterdir()) == []
+
+
 def _sequence(entries) -> Sequence:
     sequence = Sequence()
     for entry in entries:
@@ -153,7 +165,7 @@ def test_first_difference_before_what_is_remembered_says_so():
     tails = {p: decode_tail(_sequence([first, *same]).encode()) for p, first in enumerate("ab")}
 
     assert first_difference(tails) == (
-        "launches differ at number 54 or before between process 0 and process 1: "
+        "launches differ at number 94 or before between process 0 and process 1: "
         "x in processes 0, 1"
     )
     everything = {p: _sequence([first, *same]).tail() for p, first in enumerate("ab")}

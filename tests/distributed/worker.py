@@ -90,7 +90,11 @@ def good() -> None:
             assert (a, b) == (expected, 10 * expected), (a, b)
         assert number(one(placed(8))) == expected  # another shape: another program
         assert one._cache_size() == 2
+        processes.agree("by hand", tens.lower(x).compile(), x)
         processes.verify("checkpoint")
+        group = processes.group(x.sharding.mesh, "data")
+        total = processes.collectives(group).all_reduce(INDEX + 1, "sum")
+        assert (int(total), group.rank, group.size) == (COUNT * (COUNT + 1) / 2, INDEX, COUNT)
     say("done", a, b)
 
 
