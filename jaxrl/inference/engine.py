@@ -84,7 +84,7 @@ class Engine:
             "prefill_tokens": prefill_tokens,
             "max_stop_tokens": max_stop_tokens,
         }
-        check_sizes(sizes, max_length, rules.shards(mesh, "batch"))
+        check_sizes(sizes, max_length, rules.shards(mesh, "slots"))
         if not 0 <= top_logprobs <= model.config.vocab_size:
             raise ValueError(
                 f"top_logprobs={top_logprobs} must lie between 0 and the vocabulary's "
@@ -327,7 +327,7 @@ class Engine:
         function = functools.partial(
             steps.spread_row,
             block=self.prefill_chunk,
-            split=self._rules.shards(self._mesh, "batch") > 1,
+            split=self._rules.shards(self._mesh, "slots") > 1,
         )
         cache = self._state_like.cache
         program = jax.jit(function, donate_argnums=0, out_shardings=_shardings(cache))
@@ -364,8 +364,8 @@ class Engine:
         return DecodeState(cache, slots)
 
     def _describe_state(self) -> DecodeState:
-        """Shapes and placement of the state: slots over the batch axes, heads over tensor."""
-        return self._described(jax.eval_shape(self._empty_state), "batch")
+        """Shapes and placement of the state: slots over all axes but tensor, heads over that."""
+        return self._described(jax.eval_shape(self._empty_state), "slots")
 
     def _prefix_like(self, bucket: int) -> Prefix:
         """Shapes and placement of a prefix: every group of devices holds all rows."""

@@ -46,6 +46,17 @@ Route = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 
 @dataclasses.dataclass(frozen=True)
+class _Group:
+    """What tokens do: `route` sends them to `k` experts each, in a bucket for each; buckets are
+    exchanged over the mesh axes `axes` (none where one device has all experts)."""
+
+    route: Route
+    k: int
+    activation: Callable[[jax.Array], jax.Array]
+    axes: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Buckets:
     """Sizes of the buckets of one device: `room` tokens for each of `experts`, in `rounds`."""
 
@@ -83,14 +94,16 @@ def experts_on_mesh(
     shared = spread.several(mesh_axes(spread.spec(("batch",))[0]))
     shared = tuple(name for name in shared if name == "expert_tensor")
     width = mesh_axes(spread.rules.spec(("expert_mlp",))[0])
+    owners = spread.several(mesh_axes(spread.rules.spec(("experts",))[0]))
+    group = _Group(route, k, activation, owners)
 
     def local(x: jax.Array, weights: Weights) -> jax.Array:
         x = gather_stream(x, spread)
         if shared:
             x = lax.all_gather(x, shared, axis=0, tiled=True)
-        weights = gather_embed(weights, AXES, spread)
+        weights = gather_embed(weights, AXES, spread, x.dtype)
         rows = x.reshape(-1, x.shape[-1])
-        mixed = _mix(rows, weights, route, k, activation).reshape(x.shape)
+        mixed = _mix(rows, weights, group).reshape(x.shape)
         if shared:
             mixed = lax.psum_scatter(mixed, shared, scatter_dimension=0, tiled=True)
         return scatter_stream(mixed, [name for name in width if name not in shared], spread)
@@ -98,22 +111,18 @@ def experts_on_mesh(
     return run_local(local, spread, (stream, AXES), stream)(x, weights).reshape(shape)
 
 
-def _mix(
-    rows: jax.Array,
-    weights: Weights,
-    route: Route,
-    k: int,
-    activation: Callable[[jax.Array], jax.Array],
-) -> jax.Array:
+def _mix(rows: jax.Array, weights: Weights, group: _Group) -> jax.Array:
     """rows [n, D] of one device -> [n, D], summed over its part of the experts' width."""
-    shares, chosen = route(rows, weights.router)
-    sizes = bucket_sizes(len(rows), weights.router.shape[0], k)
+    shares, chosen = group.route(rows, weights.router)
+    sizes = bucket_sizes(len(rows), weights.router.shape[0], group.k)
     queues = _queue(chosen, sizes.experts)
-    # All devices of an `expert` group must enter a round: it exchanges tokens among them.
-    longest = lax.pmax(jnp.max(queues.length), "expert")
+    longest = jnp.max(queues.length)
+    if group.axes:
+        # All of a group must enter a round: it exchanges tokens among them.
+        longest = lax.pmax(longest, group.axes)
 
     def more(first: jax.Array, total: jax.Array) -> jax.Array:
-        said = _one_round(rows, shares, chosen, queues, weights, sizes.room, first, activation)
+        said = _one_round(rows, shares, chosen, queues, weights, sizes.room, first, group)
         return total + said
 
     total = more(jnp.int32(0), jnp.zeros_like(rows))
@@ -161,7 +170,7 @@ def _one_round(
     weights: Weights,
     room: int,
     first: jax.Array,
-    activation: Callable[[jax.Array], jax.Array],
+    group: _Group,
 ) -> jax.Array:
     """What experts say to the tokens at `first` … `first + room - 1` of their queues: [n, D]."""
     experts, k = len(queues.start), chosen.shape[1]
@@ -169,18 +178,20 @@ def _one_round(
     pair = jnp.minimum(queues.start[:, None] + place, queues.order.size - 1)
     waits = place < queues.length[:, None]
     sent = jnp.where(waits[..., None], rows[queues.order[pair] // k], 0)
-    own = _exchange(sent.reshape(-1, len(weights.gate), room, rows.shape[-1]))
-    said = _exchange(_mlp(own, weights, activation)).reshape(experts, room, -1)
+    own = _exchange(sent.reshape(-1, len(weights.gate), room, rows.shape[-1]), group)
+    said = _exchange(_mlp(own, weights, group.activation), group).reshape(experts, room, -1)
     slot = queues.place - first
     inside = (slot >= 0) & (slot < room)
     answers = jnp.where(inside[..., None], said[chosen, jnp.clip(slot, 0, room - 1)], 0)
     return jnp.einsum("nkd,nk->nd", answers, shares.astype(rows.dtype))
 
 
-def _exchange(buckets: jax.Array) -> jax.Array:
-    """buckets [P, E/P, R, D], P devices of an `expert` group: the first dimension goes from
-    "whom I send it to" to "who sent it", or back."""
-    return lax.all_to_all(buckets, "expert", split_axis=0, concat_axis=0, tiled=True)
+def _exchange(buckets: jax.Array, group: _Group) -> jax.Array:
+    """buckets [P, E/P, R, D], P devices of a group: the first dimension goes from "whom I send it
+    to" to "who sent it", or back."""
+    if not group.axes:
+        return buckets
+    return lax.all_to_all(buckets, group.axes, split_axis=0, concat_axis=0, tiled=True)
 
 
 def _mlp(

@@ -73,7 +73,7 @@ def logprobs_on_mesh(
 
     def local(hidden: jax.Array, targets: jax.Array, weight: jax.Array, temperature: jax.Array):
         hidden = gather_stream(hidden, spread)
-        weight = gather_embed(weight.astype(hidden.dtype), axes, spread)
+        weight = gather_embed(weight, axes, spread, hidden.dtype)
         first = first_of(weight, spread, "vocab")
         return logprobs_of(
             hidden, targets, weight, temperature, width=width, cap=cap, first=first, names=names

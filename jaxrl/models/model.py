@@ -191,7 +191,7 @@ def forward(
     chex.assert_equal_shape([tokens, positions])
     config = model.config
     cached = cache is not None and prior is None
-    spread = spread_over(mesh, rules, *tokens.shape, cached=cached)
+    spread = spread_over(mesh, rules, *tokens.shape, cached=cached, streamed=cache is None)
     if cache is None:
         if attend_length is not None or write_mask is not None:
             raise ValueError("attend_length and write_mask need a cache")

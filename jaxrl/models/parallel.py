@@ -70,7 +70,7 @@ def columns(
     def local(x: jax.Array, arrays: list[Arrays]) -> tuple[jax.Array, ...]:
         x = gather_stream(x, spread)
         return tuple(
-            _shaped(layout(x, gather_embed(own, names, spread)), own.weight, layout)
+            _shaped(layout(x, gather_embed(own, names, spread, x.dtype)), own.weight, layout)
             for layout, own, names in zip(layouts, arrays, axes, strict=True)
         )
 
@@ -84,7 +84,8 @@ def rows(x: jax.Array, layout: LinearMap, arrays: Arrays, spread: Spread) -> jax
 
     def local(x: jax.Array, arrays: Arrays) -> jax.Array:
         x = x.reshape(*x.shape[:2], -1)
-        return scatter_stream(layout(x, gather_embed(arrays, axes, spread)), summed, spread)
+        y = layout(x, gather_embed(arrays, axes, spread, x.dtype))
+        return scatter_stream(y, summed, spread)
 
     inputs = ("batch", "length", *layout.inputs)
     return run_local(local, spread, (inputs, axes), _STREAM)(x, arrays)
@@ -95,7 +96,7 @@ def look_up(table: jax.Array, tokens: jax.Array, spread: Spread, dtype: Any) -> 
     axes = ("vocab", "embed")
 
     def local(table: jax.Array, tokens: jax.Array) -> jax.Array:
-        table = gather_embed(table.astype(dtype), axes, spread)
+        table = gather_embed(table, axes, spread, dtype)
         row = tokens - first_of(table, spread, "vocab")
         here = (row >= 0) & (row < len(table))
         found = jnp.where(here[..., None], table[jnp.clip(row, 0, len(table) - 1)], 0)
@@ -156,11 +157,12 @@ def scatter_stream(x: jax.Array, summed: Sequence[str], spread: Spread) -> jax.A
     return lax.psum(x, tuple(rest)) if rest else x
 
 
-def gather_embed(arrays: Any, axes: Any, spread: Spread) -> Any:
-    """Weights of one device with all of the width that `embed` axes split; gradients are scattered
-    again."""
+def gather_embed(arrays: Any, axes: Any, spread: Spread, dtype: Any) -> Any:
+    """Weights of one device in `dtype` with all of the width that `embed` axes split; gradients
+    are scattered again."""
 
     def gather(x: jax.Array, names: tuple[str | None, ...]) -> jax.Array:
+        x = x.astype(dtype)  # what travels is as narrow as what is computed with
         for dim, name in enumerate(names):
             if name in ("embed", "expert_embed"):
                 split = spread.several(mesh_axes(spread.rules.spec((name,))[0]))

@@ -72,13 +72,20 @@ def mesh_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def spread_over(
-    mesh: Mesh | None, rules: Rules, batch: int, length: int, *, cached: bool = False
+    mesh: Mesh | None,
+    rules: Rules,
+    batch: int,
+    length: int,
+    *,
+    cached: bool = False,
+    streamed: bool = True,
 ) -> Spread | None:
     """How activations [batch, length, ...] are split over `mesh`; None without one.
 
     What does not divide stays whole: every group of devices then works on the same rows (as on a
     single prompt), or on the same tokens. `cached`: rows are those of a cache, which has no length
-    to split; the axes that split the length of other calls split its rows too.
+    to split; the axes that split the length of other calls split its rows too. `streamed`: the
+    residual stream may be split further.
     """
     if mesh is None:
         return None
@@ -91,5 +98,5 @@ def spread_over(
     rows = "batch" if fits(batch, "batch") else None
     if not fits(length, "length"):
         return Spread(mesh, rules, rows, None, None)
-    whole = cached or not fits(length, "residual")
-    return Spread(mesh, rules, rows, "length", "length" if whole else "residual")
+    residual = "residual" if streamed and fits(length, "residual") else "length"
+    return Spread(mesh, rules, rows, "length", residual)

@@ -9,14 +9,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jaxlib
 from jax.experimental import topologies
 
 from jaxrl.distributed.hlo import Collective, collectives_in
 from jaxrl.errors import CompileError, ConfigError
-from jaxrl.planning.chips import Topology
+from jaxrl.planning.chips import GIB, Topology
 from jaxrl.planning.hlo_costs import Costs, costs_of, in_unknown_loops
 from jaxrl.planning.layout import Layout
 from jaxrl.planning.programs import Work, lower, work_of
+from jaxrl.planning.tpu_environment import INSTALL
 
 _TOO_LARGE = re.compile(
     r"\(?([\d.]+[KMGT])\)? (?:exceeds available HBM \(|of )([\d.]+[KMGT])", re.IGNORECASE
@@ -98,7 +100,7 @@ def compile_program(layout: Layout, topology: Topology, name: str) -> Program:
             f"{name} does not compile for {topology.name}: {explain(error)}"
         ) from None
     seconds = time.monotonic() - began
-    text, memory = compiled.as_text(), compiled.memory_analysis()
+    text, memory = _text(compiled, name, topology), compiled.memory_analysis()
     work, chip = work_of(layout, name), topology.chip
     costs = costs_of(text, unknown_trips=work.steps)
     repeated = in_unknown_loops(text) if work.steps > 1 else ()
@@ -160,6 +162,19 @@ def explain(error: Exception) -> str:
         needed, there = found.groups()
         return f"it needs {needed}iB of {place}, the chip has {there}iB ({_first_line(error)})"
     return _first_line(error)
+
+
+def _text(compiled: Any, name: str, topology: Topology) -> str:
+    """The compiled program as text. Raises `CompileError` where jaxlib cannot read it."""
+    try:
+        return compiled.as_text()
+    except jax.errors.JaxRuntimeError as error:
+        temporary = compiled.memory_analysis().temp_size_in_bytes / GIB
+        raise CompileError(
+            f"{name} compiles for {topology.name} ({temporary:.2f} GiB of temporary values), but "
+            f"jaxlib {jaxlib.__version__} cannot read the program of this libtpu: install the "
+            f"version that goes with it, {INSTALL} ({_first_line(error)})"
+        ) from None
 
 
 def _first_line(error: Exception) -> str:

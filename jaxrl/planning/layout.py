@@ -10,7 +10,6 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jaxrl.config import ExperimentConfig, MeshConfig
-from jaxrl.config.schema import demand
 from jaxrl.data.tokenizers import load_tokenizer
 from jaxrl.errors import ConfigError, DataError
 from jaxrl.inference.engine import Engine
@@ -141,6 +140,3 @@ def _check(layout: Layout) -> None:
         layout.model.shardings(layout.mesh)
     except ValueError as error:
         raise ConfigError(" ".join(str(error).split())) from None
-    for axis in () if config.model.n_experts else ("expert", "expert_tensor"):
-        rule = "1: the model has no experts (model.n_experts=0)"
-        demand(sizes[axis] == 1, f"mesh.{axis}", sizes[axis], rule)

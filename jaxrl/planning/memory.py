@@ -119,7 +119,7 @@ def prefill_parts(layout: Layout) -> dict[str, int]:
 def decode_parts(layout: Layout) -> dict[str, int]:
     """Bytes that decoding needs besides weights and cache."""
     engine, config = layout.engine, layout.config.model
-    slots = engine.slots // DEFAULT_RULES.shards(layout.mesh, "batch")
+    slots = engine.slots // DEFAULT_RULES.shards(layout.mesh, "slots")
     logits = slots * config.vocab_size // layout.mesh.shape["tensor"] * _FLOAT
     # What is attended to is cut out of the cache, unless it is all of it.
     cache = bytes_per_device(engine.abstract_state.cache)
@@ -179,25 +179,27 @@ class _Sizes:
 
     def gathered(self) -> int:
         """Weights that are whole for their use: two layers' (the next one is fetched meanwhile),
-        and a table of the vocabulary."""
+        and the tables of the vocabulary."""
         if self.split("embed") == 1:
             return 0
-        return 2 * self._layer_weights() * self.item + self._table() * self.item
+        return (2 * self._layer_weights() + self._tables()) * self.item
 
     def gathered_gradients(self) -> int:
         """Gradients of weights that are whole, before each device keeps its part: those of a table
         are summed in float32."""
         if self.split("embed") == 1:
             return 0
-        return self._layer_weights() * self.item + self._table() * _FLOAT
+        return self._layer_weights() * self.item + self._tables() * _FLOAT
 
     def logits(self) -> int:
         """Of one chunk: the logits, their probabilities, and the gradient of either."""
         return 3 * self.chunk * self.config.vocab_size // self.split("vocab") * _FLOAT
 
-    def _table(self) -> int:
-        """Numbers of the token embedding on a device that has its width."""
-        return self.config.vocab_size * self.config.d_model // self.split("vocab")
+    def _tables(self) -> int:
+        """Numbers of the token embedding on a device that has its width, and of the output
+        projection where that is another one."""
+        one = self.config.vocab_size * self.config.d_model // self.split("vocab")
+        return one if self.config.tie_embeddings else 2 * one
 
     def _layer_weights(self) -> int:
         """Numbers of one layer on a device that has its whole width."""
@@ -207,8 +209,7 @@ class _Sizes:
         for leaf, names in zip(leaves, treedef.flatten_up_to(model.axes), strict=True):
             parts = (whole.get(name) or self.split(name) for name in names if name is not None)
             total += math.prod(leaf.shape) // math.prod(parts)
-        tables = self._table() * (1 if self.config.tie_embeddings else 2)
-        return (total - tables) // self.config.n_layers
+        return (total - self._tables()) // self.config.n_layers
 
     def _mlp_width(self) -> int:
         config = self.config

@@ -91,6 +91,7 @@ def _program(layout: Layout, topology: Topology, program: Program) -> dict[str, 
         "name": program.name,
         "work": program.work.note,
         "tokens": program.work.tokens,
+        "steps": program.work.steps,
         "memory_bytes": {
             "arguments": program.memory.arguments,
             "outputs": program.memory.outputs,

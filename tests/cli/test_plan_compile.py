@@ -68,7 +68,7 @@ def test_plan_json_has_the_bytes_of_each_part_and_their_peak(jaxrl):
         (["--topology=v9:2x2"], "there is no chip 'v9'"),
         (["--topology=v5e:2x2", "--devices=4"], "--devices=4 cannot go with --topology=v5e:2x2"),
         (["--devices=0"], "--devices=0 must be at least 1"),
-        (["--devices=3"], "rollout.slots=8 must be a multiple of mesh.data x mesh.fsdp = 3 x 1"),
+        (["--devices=3"], "slots=8 must be divisible by mesh.data=3"),
         (["--devices=8", "--config.mesh.tensor=3"], "mesh.tensor=3 must be a divisor of model.n_h"),
         (
             ["--devices=8", "--config.mesh.data=3"],
@@ -141,27 +141,29 @@ def run_compile(repo_root, *arguments):
 
 def test_compile_for_a_small_slice_reports_memory_operations_traffic_and_time(repo_root):
     axes = ("--config.mesh.data=1", "--config.mesh.fsdp=2", "--config.mesh.tensor=2")
-    heads = ("--config.model.n_kv_heads=2", "--config.model.vocab_size=100")
+    sizes = {
+        "n_layers": 1, "n_kv_heads": 2, "vocab_size": 512, "d_model": 256, "head_dim": 128,
+        "mlp_dim": 1024,
+    }  # fmt: skip
+    model = [f"--config.model.{name}={size}" for name, size in sizes.items()]
 
     done = run_compile(
-        repo_root, f"--config={CONFIG}", "--topology=v5e:2x2", *axes, *heads, "--json",
-        "--programs=train,decode",
+        repo_root, f"--config={CONFIG}", "--topology=v5e:2x2", *axes, *model, "--json",
+        "--programs=train",
     )  # fmt: skip
 
     assert done.returncode == 0, done.stderr[-2000:]
     record = json.loads(done.stdout)
-    train, decode = record["programs"]
+    (train,) = record["programs"]
+    memory = train["memory_bytes"]
     assert record["fits"] is True
     assert (record["devices"], record["mesh"]) == (4, {"fsdp": 2, "tensor": 2})
-    # Tiny widths are padded, attention is no part of 6ND: more, but not several times as much.
-    assert 1 < train["flops_over_model"] < 4
-    assert train["flops"] / 4 > train["flops_per_device_loops_once"] / 2
-    assert "all-gather" in train["collectives"]
-    for program in (train, decode):
-        memory = program["memory_bytes"]
-        # The state is changed in place.
-        assert memory["aliased"] > 0.8 * memory["outputs"] > 0
-        assert 0 < program["fastest_s"] <= program["slowest_s"]
+    # Attention is no part of 6ND: more, but not several times as much.
+    assert 1 < train["flops_over_model"] < 2
+    assert {"all-gather", "reduce-scatter"} <= set(train["collectives"])
+    # The state is changed in place.
+    assert memory["aliased"] > 0.8 * memory["outputs"] > 0
+    assert 0 < train["fastest_s"] <= train["slowest_s"]
 
 
 @pytest.mark.slow

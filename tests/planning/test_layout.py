@@ -33,17 +33,16 @@ def test_make_layout_open_axis_takes_the_devices_that_the_others_leave():
         ({"mesh": {"tensor": 3, "data": 1}}, 3, "mesh.tensor=3 must be a divisor of model.n_heads"),
         ({"mesh": {"data": 1, "tensor": -1}}, 8, "mesh.tensor=8 must be a divisor of model.n_h"),
         ({"mesh": {"data": 1, "fsdp": -1}}, 128, "mesh.fsdp=128 must be a divisor of model.d_m"),
-        ({"mesh": {"fsdp": 32, "data": 1}}, 32, "rollout.slots=16 must be a multiple of mesh.data"),
+        ({"mesh": {"fsdp": 32, "data": 1}}, 32, "slots=16 must be divisible by mesh.fsdp=32"),
         (
             {"mesh": {"context": 3, "data": 1}}, 3,
-            "train.row_length=64 must be a multiple of mesh.context=3",
+            "row length=64 must be divisible by mesh.context=3",
         ),
-        ({"mesh": {"expert": 2, "data": 1}}, 2, "mesh.expert=2 must be 1: the model has no expert"),
         (
             {"mesh": {"expert": 4, "data": 1}, "model": {"n_experts": 6}}, 4,
-            "of size 6 must be divisible by expert=4",
+            "model.n_experts=6 must be divisible by mesh.expert=4",
         ),
-        ({"mesh": {"tensor": 2, "data": 1}, "model": {"vocab_size": 255}}, 2, "of size 255 must"),
+        ({"mesh": {"tensor": 2, "data": 1}, "model": {"vocab_size": 255}}, 2, "_size=255 must be"),
         (
             {"model": {"vocab_size": 0}, "data": {"tokenizer": "nowhere/tokenizer.json"}}, 1,
             "model.vocab_size=0 needs the tokenizer: .*nowhere/tokenizer.json",
