@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxrl.cli import output
+from jaxrl.cli.plan import devices_of
 from jaxrl.config import ExperimentConfig
 from jaxrl.errors import ConfigError, DataError
 
@@ -49,7 +50,7 @@ def _recorded(logs: Path) -> tuple[Program, ...]:
 
 def _compiled(config: ExperimentConfig, options: Any) -> Iterator[Program]:
     """The programs of `config`, compiled for as many CPU devices as its mesh has."""
-    count = options.devices or _devices_of(config)
+    count = options.devices or devices_of(config, "--devices")
     import jax
 
     from jaxrl.distributed.hlo import collectives_in
@@ -73,18 +74,6 @@ def _compiled(config: ExperimentConfig, options: Any) -> Iterator[Program]:
             continue
         output.report(f"compiling {name} for {count} CPU devices\n")
         yield Program(name, (), collectives_in(lower(layout, name).compile().as_text()))
-
-
-def _devices_of(config: ExperimentConfig) -> int:
-    """The product of the mesh axes. Raises `ConfigError` if one is left open."""
-    sizes = config.mesh.sizes()
-    for name, size in sizes.items():
-        if size == -1:
-            raise ConfigError(
-                f"mesh.{name}=-1 takes the rest of the devices: say how many there are with "
-                "--devices"
-            )
-    return math.prod(sizes.values())
 
 
 def _table(program: Program, config: ExperimentConfig) -> str:

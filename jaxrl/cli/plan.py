@@ -17,7 +17,7 @@ def run(args: Any) -> int:
     """Print the plan; returns 0 if it fits, or if there is no limit, and 1 if it does not."""
     options, config = args.options, args.config
     topology = parse_topology(options.topology) if options.topology else None
-    n_devices = topology.n_devices if topology else options.devices or _devices_of(config)
+    n_devices = topology.n_devices if topology else options.devices or devices_of(config)
     limit = topology.chip.hbm_bytes if topology else None
     if options.hbm_gb is not None:
         limit = int(options.hbm_gb * GIB)
@@ -34,14 +34,14 @@ def run(args: Any) -> int:
     return 0 if record["fits"] in (True, None) else 1
 
 
-def _devices_of(config: ExperimentConfig) -> int:
-    """The product of the mesh axes. Raises `ConfigError` if one is left open."""
+def devices_of(config: ExperimentConfig, flags: str = "--topology or --devices") -> int:
+    """The product of the mesh axes. Raises `ConfigError`, which names `flags`, if one is open."""
     sizes = config.mesh.sizes()
     open_axis = next((name for name, size in sizes.items() if size == -1), None)
     if open_axis:
         raise ConfigError(
             f"mesh.{open_axis}=-1 takes the rest of the devices: say how many there are with "
-            "--topology or --devices"
+            f"{flags}"
         )
     return math.prod(sizes.values())
 
