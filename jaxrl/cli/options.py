@@ -113,6 +113,30 @@ class CompileOptions:
 
 
 @section("--")
+class DebugOptions:
+    """Flags of `jaxrl debug`, what is to be shown, and of what."""
+
+    what: Literal["collectives"] = required("what to show")
+    target: str = required(
+        "output folder of a run, or a config file as of train --config", rules.non_empty()
+    )
+    program: str = common("", "one program, as in train, prefill or decode; empty: all")
+    devices: int | None = common(
+        None, "number of devices; none for the product of the config's mesh", rules.at_least(1)
+    )
+    compile: bool = common(
+        False, "compile the programs of a run instead of reading what it recorded"
+    )
+    json: bool = common(False, "print one JSON array")
+
+    @property
+    def config(self) -> str:
+        """The config file of the target."""
+        folder = os.path.isdir(self.target)
+        return os.path.join(self.target, "config.json") if folder else self.target
+
+
+@section("--")
 class EvalOptions:
     """Flags of `jaxrl eval`."""
 

@@ -18,6 +18,7 @@ from absl import flags
 from jaxrl.cli.options import (
     CompileOptions,
     ConvertOptions,
+    DebugOptions,
     EvalOptions,
     GenerateOptions,
     PlanOptions,
@@ -40,7 +41,7 @@ _CONFIG = "config."
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """One command: `module.run` does it, `positional` is the option given without a flag."""
+    """One command: `module.run` does it, `positional` names the options given without a flag."""
 
     name: str
     summary: str
@@ -102,6 +103,14 @@ COMMANDS: dict[str, Command] = {
             "jaxrl compile --config=FILE --topology=v5e:16x16 [--programs=train,decode] ...",
             "jaxrl.cli.compile",
             CompileOptions,
+        ),
+        Command(
+            "debug",
+            "Show the collectives of a run's programs, in the order in which they run.",
+            "jaxrl debug collectives RUN|CONFIG [--program=NAME] [--json] ...",
+            "jaxrl.cli.debug",
+            DebugOptions,
+            positional="what target",
         ),
     )
 }
@@ -167,7 +176,7 @@ def _check_same_model(published: ExperimentConfig, config: ExperimentConfig) -> 
 def option_flags(command: Command) -> Iterator[tuple[str, Any]]:
     """(flag without dashes, field) of the command's own flags."""
     for field in section_info(command.options).fields.values():
-        if field.name != command.positional:
+        if field.name not in (command.positional or "").split():
             yield field.path.removeprefix("--"), field
 
 
@@ -225,12 +234,14 @@ def _read_options(command: Command, given: Mapping[str, str], words: Sequence[st
         if flag in given
     }
     if command.positional is not None:
-        if len(words) != 1:
-            raise ConfigError(
-                f"{command.name} takes one {command.positional} (in quotes), got {len(words)}: "
-                f"{command.usage}"
-            )
-        values[command.positional] = words[0]
+        names = command.positional.split()
+        if len(words) != len(names):
+            wanted = f"one {names[0]} (in quotes)" if len(names) == 1 else " and ".join(names)
+            raise ConfigError(f"{command.name} takes {wanted}, got {len(words)}: {command.usage}")
+        fields = section_info(command.options).fields
+        for name, word in zip(names, words, strict=True):
+            # A text is what it is, whatever it looks like.
+            values[name] = word if fields[name].kind is str else parse_field(fields[name], word)
     elif words:
         raise ConfigError(
             f"unexpected argument {words[0]!r}; values of true-or-false flags need a =, as in "

@@ -13,6 +13,7 @@ from jaxrl.errors import DistributedError
 
 Groups = tuple[tuple[int, ...], ...]
 
+_MOST_DEVICES = 1 << 20
 _LISTS = r"\{(?:\{[\d,]*\},?)*\}"
 _IOTA = r"\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?"
 _MESH = r"mesh\[[^\]]*\](?:, device_ids=\((?:[^()]|\([^()]*\))*\))? \{[^}]*\}"
@@ -67,6 +68,8 @@ def _arranged(text: str) -> np.ndarray:
     """`[4,2]T(1,0)` -> ids counted over a [4, 2] array, transposed."""
     dims, _, order = text.partition("T")
     shape = _integers(dims)
+    if math.prod(shape) > _MOST_DEVICES:
+        raise ValueError(f"{text} are more than {_MOST_DEVICES} devices")
     ids = np.arange(math.prod(shape)).reshape(shape)
     return ids.transpose(_integers(order)) if order else ids
 
@@ -92,7 +95,7 @@ def _from_mesh(text: str) -> Groups:
 
 def _mesh_ids(text: str | None, count: int) -> np.ndarray:
     if not text:
-        return np.arange(count)
+        return _arranged(f"[{count}]")
     if text.startswith("["):
         return _arranged(text.rsplit("<=", 1)[-1]).reshape(-1)
     return np.asarray(_integers(text))

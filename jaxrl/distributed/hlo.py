@@ -13,6 +13,7 @@ import re
 from jaxrl.distributed import hlo_text
 from jaxrl.distributed.device_groups import Groups, read_groups
 from jaxrl.distributed.hlo_text import Instruction, Module
+from jaxrl.errors import DistributedError
 
 KINDS = (
     "all-reduce",
@@ -93,10 +94,13 @@ def collectives_in(text: str) -> tuple[Collective, ...]:
 
     Bodies of loops appear once, with their `trips`; both branches of a conditional appear. An
     asynchronous one is counted where it starts. Raises `DistributedError` for groups in a form
-    that is not known.
+    that is not known, and for a text that is damaged.
     """
     module = Module(text)
-    return _Reader(module).collectives(module.entry) if module.entry else ()
+    try:
+        return _Reader(module).collectives(module.entry) if module.entry else ()
+    except (ValueError, LookupError) as error:
+        raise DistributedError(f"this HLO is not understood: {error}") from error
 
 
 class _Reader:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hypothesis
 import jax
 import jax.numpy as jnp
 import pytest
 from distributed import hlo_texts
+from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -173,6 +175,37 @@ def test_sent_bytes_are_those_of_a_ring():
     assert sent("all-reduce", (1024,)) == 2 * 3 * 512
     assert sent("all-to-all", (1024,)) == 3 * 512
     assert sent("collective-permute", (1024,)) == 2048
+
+
+TEXTS = [
+    hlo_texts.ASYNC,
+    hlo_texts.FUSED,
+    hlo_texts.loop(),
+    hlo_texts.all_reduce("mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b'}"),
+    hlo_texts.all_reduce("mesh['a'=8] {'a':(2)2}"),
+    hlo_texts.all_reduce("[2,4]<=[4,2]T(1,0)"),
+]
+
+
+@hypothesis.settings(max_examples=150, deadline=None)
+@hypothesis.given(
+    st.sampled_from(TEXTS),
+    st.lists(
+        st.tuples(st.floats(0, 1), st.integers(0, 20), st.text("(){}[]=,%01923 ", max_size=2)),
+        max_size=4,
+    ),
+)
+def test_damaged_text_is_read_or_named(text, damages):
+    for place, length, instead in damages:
+        start = int(place * len(text))
+        text = text[:start] + instead + text[start + length :]
+
+    try:
+        found = collectives_in(text)
+    except DistributedError:
+        return
+
+    assert all(one.bytes >= 0 for one in found)
 
 
 def test_bits_of_dtypes():
