@@ -16,16 +16,18 @@ from typing import Any
 from absl import flags
 
 from jaxrl.cli.options import (
-    CompileOptions,
     ConvertOptions,
-    DebugOptions,
     EvalOptions,
     GenerateOptions,
-    PlanOptions,
     ServeOptions,
-    TrainOptions,
     store_as_run,
     weights_config,
+)
+from jaxrl.cli.run_options import (
+    CompileOptions,
+    DebugOptions,
+    PlanOptions,
+    TrainOptions,
 )
 from jaxrl.config import kinds
 from jaxrl.config.experiment import ExperimentConfig

@@ -15,7 +15,7 @@ from jax.experimental import topologies
 from jaxrl.distributed.hlo import Collective, collectives_in
 from jaxrl.errors import CompileError, ConfigError
 from jaxrl.planning.chips import GIB, Topology
-from jaxrl.planning.hlo_costs import Costs, costs_of, in_unknown_loops
+from jaxrl.planning.hlo_costs import Costs, costs_of, in_unknown_loops, not_taken
 from jaxrl.planning.layout import Layout
 from jaxrl.planning.programs import Work, lower, work_of
 from jaxrl.planning.tpu_environment import INSTALL
@@ -104,11 +104,13 @@ def compile_program(layout: Layout, topology: Topology, name: str) -> Program:
     work, chip = work_of(layout, name), topology.chip
     costs = costs_of(text, unknown_trips=work.steps)
     repeated = in_unknown_loops(text) if work.steps > 1 else ()
+    rare = not_taken(text)
     collectives = [
         dataclasses.replace(one, trips=one.trips * work.steps)
         if one.computation in repeated
         else one
         for one in collectives_in(text)
+        if one.computation not in rare
     ]
     traffic = network_traffic(collectives, list(layout.mesh.devices.flat), topology)
     return Program(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections.abc import Callable
 
 import numpy as np
 
@@ -85,8 +86,18 @@ def in_unknown_loops(text: str) -> frozenset[str]:
     return frozenset(found)
 
 
-def _reachable(module: Module, start: str) -> set[str]:
-    """`start` and all computations that it runs."""
+def not_taken(text: str) -> frozenset[str]:
+    """The computations of compiled HLO `text` that `costs_of` leaves out: branches not taken."""
+    module = Module(text)
+    counter = _Counter(module, 1)
+    return frozenset(module.lines) - _reachable(module, module.entry, counter.taken)
+
+
+def _reachable(
+    module: Module, start: str, taken: Callable[[Instruction], str] | None = None
+) -> set[str]:
+    """`start` and all computations that it runs; of conditionals all branches, or those that
+    `taken` names."""
     seen, waiting = set(), [start]
     while waiting:
         name = waiting.pop()
@@ -94,7 +105,8 @@ def _reachable(module: Module, start: str) -> set[str]:
             continue
         seen.add(name)
         for one in module.instructions(name).values():
-            waiting += _NAMES.findall(one.attributes)
+            chosen = taken is not None and one.opcode == "conditional"
+            waiting += [taken(one)] if chosen else _NAMES.findall(one.attributes)
     return seen
 
 
@@ -119,10 +131,7 @@ class _Counter:
             trips = hlo_text.trip_count(self._module, one, computation)
             return self.run(one.named("body")).times(self._unknown if trips is None else trips)
         if one.opcode == "conditional":
-            found = _BRANCHES.search(one.attributes)
-            names = found.group(1).split(",") if found else _two_branches(one)
-            branches = [self.run(name.strip().removeprefix("%")) for name in names]
-            return max(branches, key=lambda costs: costs.flops + costs.bytes, default=Costs())
+            return self.run(self.taken(one))
         if one.opcode == "call":
             return self.run(one.named("to_apply"))
         if one.opcode.endswith(("-done", "-update")):
@@ -131,6 +140,14 @@ class _Counter:
             return Costs()  # transfers between devices have their own account
         flops = self._flops(one, inside)
         return Costs(flops, 0 if one.opcode in _NO_TRAFFIC else self._traffic(one, inside))
+
+    def taken(self, one: Instruction) -> str:
+        """The branch of a conditional that counts: that without products, where others have some
+        (further rounds of experts, which the usual routing does not need), else the dearest."""
+        costs = {name: self.run(name) for name in _branches(one)}
+        without = [name for name in costs if not costs[name].flops]
+        names = without or list(costs)
+        return max(names, key=lambda name: costs[name].flops + costs[name].bytes)
 
     def _flops(self, one: Instruction, inside: dict[str, Instruction]) -> float:
         """Of an instruction, and of what is fused into it."""
@@ -180,8 +197,12 @@ class _Counter:
         return max(written, 0.0) + read
 
 
-def _two_branches(one: Instruction) -> list[str]:
-    return [one.named("true_computation"), one.named("false_computation")]
+def _branches(one: Instruction) -> list[str]:
+    """Names of the branches of a conditional."""
+    found = _BRANCHES.search(one.attributes)
+    if found is None:
+        return [one.named("true_computation"), one.named("false_computation")]
+    return [name.strip().removeprefix("%") for name in found.group(1).split(",")]
 
 
 def _size(one: Instruction) -> float:

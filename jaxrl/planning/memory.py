@@ -19,6 +19,7 @@ from jaxrl.sharding import DEFAULT_RULES, bytes_per_device
 from jaxrl.train.state import abstract_state, state_shardings
 
 _FLOAT = 4  # bytes of a float32
+_ROOM = 1.5  # of the buckets of tokens for experts, in even shares
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,6 +172,9 @@ class _Sizes:
         wide = 2 * (heads + kv_heads) * config.head_dim + 3 * self._mlp_width()
         # The stream is whole before products that `tensor` splits, and in parts between them.
         wide += 2 * config.d_model
+        if config.n_experts:
+            # Buckets of tokens: those that are sent, those that arrive, and both answers.
+            wide += int(4 * _ROOM * config.experts_per_token) * config.d_model
         scores = 0
         if not kernel:
             pairs = self.rows * self.length * self.whole_length
@@ -216,7 +220,7 @@ class _Sizes:
         if not config.n_experts:
             return config.mlp_dim // self.split("mlp")
         # Each token meets its experts, wherever they are; balanced, every device has its share.
-        return config.experts_per_token * config.mlp_dim // self.split("expert_mlp")
+        return int(_ROOM * config.experts_per_token) * config.mlp_dim // self.split("expert_mlp")
 
 
 def _weights(layout: Layout):

@@ -35,6 +35,7 @@ def config() -> ExperimentConfig:
         ("rollout.prefill_buckets", "128", (128,)),
         ("rollout.prefill_buckets", "()", ()),
         ("rollout.prefill_buckets", "", ()),
+        ("model.lora_targets", "query, value", ("query", "value")),
         ("data.task_options", '{"b": true, "c": [1.5]}', {"b": True, "c": [1.5]}),
         ("data.task_options", "{'b': True, 'c': None}", {"b": True, "c": None}),
         ("data.task_options", "{}", {}),

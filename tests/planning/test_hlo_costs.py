@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.planning.hlo_costs import costs_of, in_unknown_loops
+from jaxrl.planning.hlo_costs import costs_of, in_unknown_loops, not_taken
 
 F32 = jnp.float32
 
@@ -62,6 +62,25 @@ def test_costs_of_a_choice_are_those_of_its_dearer_branch():
         return jax.lax.cond(x[0, 0] > 0, lambda x: x @ w @ w, lambda x: x @ w, x)
 
     assert costs_of(compiled(choose, (32, 32), (32, 32)).as_text()).flops == 2 * 2 * 32**3
+
+
+def test_costs_of_products_that_are_seldom_needed_are_left_out():
+    def choose(x, w):
+        return jax.lax.cond(x[0, 0] > 0, lambda x: x @ w, lambda x: x, x)
+
+    text = compiled(choose, (32, 32), (32, 32)).as_text()
+
+    assert costs_of(text).flops == 0
+    assert not_taken(text)
+
+
+def test_costs_of_a_choice_without_products_are_those_of_its_dearer_branch():
+    def choose(x, w):
+        return jax.lax.cond(w[0, 0] > 0, lambda x: x + w, lambda x: x, x)
+
+    text = compiled(choose, (64, 64), (64, 64)).as_text()
+
+    assert costs_of(text).bytes >= 3 * 4 * 64 * 64
 
 
 def test_costs_of_writing_in_place_are_those_of_the_part_that_is_written():
