@@ -51,7 +51,8 @@ def test_large_run_compiles_for_its_slice_fits_and_needs_about_what_was_planned(
     record = json.loads(done.stdout)
     train, _, decode = record["programs"]
     assert record["fits"] is True
-    assert 1 < train["flops_over_model"] < 2
+    # Long rows have much attention, and buckets of experts half as much room again.
+    assert 1 < train["flops_over_model"] < 3
     assert train["utilisation_at_most"] > 0.3
     assert decode["memory_bytes"]["aliased"] > 0.9 * decode["memory_bytes"]["outputs"]
     topology = parse_topology(topology_of(path))
