@@ -47,6 +47,8 @@ def test_large_run_compiles_for_its_slice_fits_and_needs_about_what_was_planned(
         env=env, capture_output=True, text=True,
     )  # fmt: skip
 
+    if "cannot read the program of this libtpu" in done.stderr:
+        pytest.skip("needs the libtpu that goes with this jaxlib: the extra `tpu-compile`")
     assert done.returncode == 0, done.stderr[-2000:]
     record = json.loads(done.stdout)
     train, _, decode = record["programs"]
