@@ -121,24 +121,29 @@ def _mix(rows: jax.Array, weights: Weights, group: _Group) -> jax.Array:
         # All of a group must enter a round: it exchanges tokens among them.
         longest = lax.pmax(longest, group.axes)
 
-    def more(first: jax.Array, total: jax.Array) -> jax.Array:
-        said = _one_round(rows, shares, chosen, queues, weights, sizes.room, first, group)
-        return total + said
+    # A choice and not a constant: its type says that it differs between devices, as tokens do.
+    nothing = lax.stop_gradient(jnp.where(longest < 0, rows, 0))
 
-    total = more(jnp.int32(0), jnp.zeros_like(rows))
-    if sizes.rounds == 1:
-        return total
-    # What a round computed is made again for the gradient: further rounds are rare.
-    again = jax.checkpoint(more)
+    def at(first: jax.Array) -> jax.Array:
+        return _one_round(rows, shares, chosen, queues, weights, sizes.room, first, group)
 
-    def rest(total: jax.Array) -> jax.Array:
-        def one(total: jax.Array, first: jax.Array) -> tuple[jax.Array, None]:
-            return lax.cond(first < longest, again, lambda _, total: total, first, total), None
+    def needed(first: jax.Array) -> jax.Array:
+        return lax.cond(first < longest, at, lambda first: nothing, first)
+
+    def further() -> jax.Array:
+        def add(total: jax.Array, first: jax.Array) -> tuple[jax.Array, None]:
+            return total + jax.checkpoint(needed)(first), None
 
         firsts = jnp.arange(1, sizes.rounds, dtype=jnp.int32) * sizes.room
-        return lax.scan(one, total, firsts)[0]
+        return lax.scan(add, nothing, firsts)[0]
 
-    return lax.cond(longest > sizes.room, rest, lambda total: total, total)
+    usual = at(jnp.int32(0))
+    if sizes.rounds == 1:
+        return usual
+    # Made again for the gradient as they are rare, and from outside of the conditions: what these
+    # save, they save for every round, weights too.
+    rare = jax.checkpoint(lambda: lax.cond(longest > sizes.room, further, lambda: nothing))
+    return usual + rare()
 
 
 class _Queues(NamedTuple):
