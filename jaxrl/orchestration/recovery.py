@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ from jaxrl.types import WeightVersion
 _LOGGER = get_logger("orchestration")
 
 Phase = Literal["sft", "rl"]
+_SECTIONS = {"sft": "sft", "rl": "train"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +93,12 @@ def restore_engine(session: Session, engine: TrainEngine, place: Place) -> None:
         checkpoints = session.checkpoints
         state, _ = checkpoints.restore(engine.abstract_state, number, frozen=engine.frozen)
     except CheckpointError as error:
+        if _keeps_moments_in_bfloat16(str(error)):
+            advice = (
+                "older releases kept the moments of bfloat16 weights in bfloat16: go on from such "
+                f'a checkpoint with {_SECTIONS[place.phase]}.moment_dtype="bfloat16"'
+            )
+            raise CheckpointError(f"{error}\n{advice}") from error.__cause__
         earlier = [step for step in session.checkpoints.steps() if step < number]
         if not earlier:
             raise
@@ -100,3 +108,8 @@ def restore_engine(session: Session, engine: TrainEngine, place: Place) -> None:
     engine.restore(state, version=place.version.number)
     session.ledger.append("resumed", version=place.version.number, digest=place.version.digest)
     _LOGGER.info("resumed %s at %s", place.phase, place.version)
+
+
+def _keeps_moments_in_bfloat16(reason: str) -> bool:
+    """Whether a checkpoint does not fit because its optimizer state is in bfloat16."""
+    return re.search(r"'opt_state/\S+' is stored as bfloat16.*has float32", reason) is not None
