@@ -240,6 +240,8 @@ class Session:
         if self._stack is not None:
             return self
         with ExitStack() as stack:
+            # Processes tell each other about their devices at the first use: all at once, now.
+            jax.devices()
             # The others come after the first, which takes the directory for all of them.
             for turn in (hosts.index() == 0, hosts.index() > 0):
                 hosts.together("opening the run", lambda turn=turn: self._enter(stack, turn))
