@@ -123,12 +123,8 @@ class ExperimentConfig:
             ("tensor", "n_kv_heads"),
             ("tensor", "mlp_dim"),
             ("fsdp", "d_model"),
-            ("context", "d_model"),
-            ("expert", "d_model"),
-            *([("expert", "n_experts"), ("expert_tensor", "mlp_dim")] if model.n_experts else ()),
         ):
             parts, size = getattr(mesh, axis), getattr(model, name)
-            # -1 is known only when the devices are, and products of axes are not looked at here:
-            # models/check.py does both before anything is made.
+            # -1 is known only when the devices are; sharding checks it then.
             rule = f"a divisor of model.{name}={size}"
             demand(parts < 1 or size % parts == 0, f"mesh.{axis}", parts, rule)
