@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS)
 
-.PHONY: help quickstart test test-slow lint format docs hooks constraints clean
+.PHONY: help quickstart test test-slow lint format docs slices hooks constraints clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -34,6 +34,10 @@ format: $(VENV)/.dev ## format the code and mend what the linter can
 
 docs: $(VENV)/.quickstart ## regenerate docs/cli-reference.md
 	$(BIN)/python tools/config_reference.py
+
+slices: $(VENV)/.quickstart ## compile the large configs for their TPU slices, and regenerate their table (NAMES="...")
+	$(PIP) --editable '.[tpu-compile]'
+	$(BIN)/python tools/slices_table.py $(NAMES)
 
 hooks: $(VENV)/.dev ## install the git hooks (once per clone)
 	$(BIN)/pre-commit install --hook-type pre-commit --hook-type commit-msg

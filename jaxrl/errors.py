@@ -63,3 +63,19 @@ class CheckpointError(JaxrlError):
 
 class OutputError(JaxrlError, OSError):
     """The output directory cannot be written: missing permission, full disk, another run inside."""
+
+
+class DistributedError(JaxrlError):
+    """Processes of one job cannot work together; the message names the processes on each side."""
+
+
+class CollectiveOrderError(DistributedError):
+    """Processes are about to run different collectives, or the same ones in another order."""
+
+
+class HangError(DistributedError):
+    """A process waits for others that never arrived, died or stopped; the message says which."""
+
+
+class CompileError(JaxrlError):
+    """A program does not compile for the chip, most often because its memory is too small."""

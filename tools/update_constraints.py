@@ -1,8 +1,8 @@
 """Resolve constraints.txt anew: `python tools/update_constraints.py PYTHON3.11 [PYTHON3.12]`.
 
-Installs the `dev` extra without constraints in a fresh environment of each interpreter and writes
-the versions found. Where the two differ, a line carries an environment marker. The file holds
-names and versions only, so it works with any package index.
+Installs the extras `dev` and `tpu-compile` without constraints in a fresh environment of each
+interpreter and writes the versions found. Where the two differ, a line carries an environment
+marker. The file holds names and versions only, so it works with any package index.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ SPLIT = "3.12"
 
 
 def resolve(python: str) -> dict[str, str]:
-    """Package name -> version of a fresh environment that holds the `dev` extra."""
+    """Package name -> version of a fresh environment with the extras `dev` and `tpu-compile`."""
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([python, "-m", "venv", folder], check=True)
         pip = [f"{folder}/bin/python", "-m", "pip"]
-        subprocess.run([*pip, "install", "--quiet", "--editable", ".[dev]"], check=True)
+        subprocess.run([*pip, "install", "--quiet", "--editable", ".[dev,tpu-compile]"], check=True)
         freeze = [*pip, "freeze", "--exclude-editable"]
         frozen = subprocess.run(freeze, check=True, capture_output=True, text=True).stdout
     return dict(line.split("==") for line in frozen.splitlines() if "==" in line)

@@ -54,13 +54,6 @@ def _max_length() -> Any:
 
 
 @section("--")
-class TrainOptions:
-    """Flags of `jaxrl train`."""
-
-    config: str = required("Python file with get_config(), or the config.json of a run")
-
-
-@section("--")
 class EvalOptions:
     """Flags of `jaxrl eval`."""
 

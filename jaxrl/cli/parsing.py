@@ -20,9 +20,14 @@ from jaxrl.cli.options import (
     EvalOptions,
     GenerateOptions,
     ServeOptions,
-    TrainOptions,
     store_as_run,
     weights_config,
+)
+from jaxrl.cli.run_options import (
+    CompileOptions,
+    DebugOptions,
+    PlanOptions,
+    TrainOptions,
 )
 from jaxrl.config import kinds
 from jaxrl.config.experiment import ExperimentConfig
@@ -38,7 +43,7 @@ _CONFIG = "config."
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """One command: `module.run` does it, `positional` is the option given without a flag."""
+    """One command: `module.run` does it, `positional` names the options given without a flag."""
 
     name: str
     summary: str
@@ -87,6 +92,28 @@ COMMANDS: dict[str, Command] = {
             "jaxrl.cli.convert",
             ConvertOptions,
         ),
+        Command(
+            "plan",
+            "Say how much memory a run needs on each device, and whether it fits.",
+            "jaxrl plan --config=FILE [--topology=v5e:4x8 | --devices=N --hbm-gb=X] ...",
+            "jaxrl.cli.plan",
+            PlanOptions,
+        ),
+        Command(
+            "compile",
+            "Compile a run for a TPU slice that need not be there: memory, traffic, step time.",
+            "jaxrl compile --config=FILE --topology=v5e:16x16 [--programs=train,decode] ...",
+            "jaxrl.cli.compile",
+            CompileOptions,
+        ),
+        Command(
+            "debug",
+            "Show the collectives of a run's programs, in the order in which they run.",
+            "jaxrl debug collectives RUN|CONFIG [--program=NAME] [--json] ...",
+            "jaxrl.cli.debug",
+            DebugOptions,
+            positional="what target",
+        ),
     )
 }
 
@@ -95,10 +122,9 @@ COMMANDS: dict[str, Command] = {
 class Arguments:
     """A parsed command line.
 
-    `options` is the record of the command's own flags (`TrainOptions`, `EvalOptions`,
-    `GenerateOptions`, `ServeOptions`, `ConvertOptions`), `config` the validated config with
-    `overrides` (path -> text) applied: that of the config file, of the run's config.json, or the
-    one that serves published weights.
+    `options` is the record of the command's own flags (`TrainOptions`, `EvalOptions`, …), `config`
+    the validated config with `overrides` (path -> text) applied: that of the config file, of the
+    run's config.json, or the one that serves published weights.
     """
 
     command: str
@@ -122,7 +148,7 @@ def parse_arguments(command: Command, argv: Sequence[str]) -> Arguments:
     if command.name == "serve":
         given = store_as_run(given)
     options = _read_options(command, given, words)
-    if command.name == "train":
+    if hasattr(options, "config"):
         config = load_config_file(options.config)
     elif options.run:
         config = load_config(Path(options.run) / "config.json")
@@ -130,7 +156,7 @@ def parse_arguments(command: Command, argv: Sequence[str]) -> Arguments:
         config = weights_config(options)
     published = config
     config = apply_overrides(config, overrides)
-    if command.name != "train" and options.run:
+    if getattr(options, "run", ""):
         _check_same_model(published, config)
     if isinstance(options, GenerateOptions):
         options = _with_defaults(options, config)
@@ -152,7 +178,7 @@ def _check_same_model(published: ExperimentConfig, config: ExperimentConfig) -> 
 def option_flags(command: Command) -> Iterator[tuple[str, Any]]:
     """(flag without dashes, field) of the command's own flags."""
     for field in section_info(command.options).fields.values():
-        if field.name != command.positional:
+        if field.name not in (command.positional or "").split():
             yield field.path.removeprefix("--"), field
 
 
@@ -210,12 +236,14 @@ def _read_options(command: Command, given: Mapping[str, str], words: Sequence[st
         if flag in given
     }
     if command.positional is not None:
-        if len(words) != 1:
-            raise ConfigError(
-                f"{command.name} takes one {command.positional} (in quotes), got {len(words)}: "
-                f"{command.usage}"
-            )
-        values[command.positional] = words[0]
+        names = command.positional.split()
+        if len(words) != len(names):
+            wanted = f"one {names[0]} (in quotes)" if len(names) == 1 else " and ".join(names)
+            raise ConfigError(f"{command.name} takes {wanted}, got {len(words)}: {command.usage}")
+        fields = section_info(command.options).fields
+        for name, word in zip(names, words, strict=True):
+            # A text is what it is, whatever it looks like.
+            values[name] = word if fields[name].kind is str else parse_field(fields[name], word)
     elif words:
         raise ConfigError(
             f"unexpected argument {words[0]!r}; values of true-or-false flags need a =, as in "

@@ -81,7 +81,7 @@ def _engine(parts: Parts, options: ServeOptions) -> Engine:
     length = min(most, SERVED_LENGTH) if options.max_length is None else options.max_length
     if length > most:
         raise ConfigError(f"--max-length={length} must be at most {most}, the model's own")
-    rollout, shards = parts.config.rollout, parts.row_shards
+    rollout, shards = parts.config.rollout, parts.slot_shards
     slots = rollout.slots if options.slots is None else options.slots
     return Engine(
         parts.model,

@@ -2,24 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from jaxrl import distributed
 from jaxrl.cli import output
 from jaxrl.config import ExperimentConfig
+from jaxrl.config.serialize import to_dict
 from jaxrl.observe.progress import format_summary
+from jaxrl.orchestration.evaluate import Evaluation
 from jaxrl.orchestration.interrupts import Interrupted
 from jaxrl.orchestration.rl import RLTrainer
 
 
 def run(config: ExperimentConfig, args: Any) -> int:
     """Train, then show before and after and where the files are; returns the exit code."""
-    with RLTrainer(config) as trainer:
-        try:
-            evaluations = trainer.fit()
-        except Interrupted:
-            output.report(f"the same command goes on from {trainer.session.run_dir.path}\n")
-            raise
-        version, folder = trainer.version, trainer.session.run_dir
+    options = args.options
+    with distributed.join(
+        options.coordinator or None,
+        options.processes or None,
+        options.process if options.process >= 0 else None,
+        timeout_s=options.join_timeout_s,
+        fingerprint={"config": to_dict(config)},
+    ) as processes:
+        with RLTrainer(config) as trainer:
+            try:
+                evaluations = trainer.fit()
+            except Interrupted:
+                if processes.first:
+                    output.report(f"the same command goes on from {trainer.session.run_dir.path}\n")
+                raise
+            if processes.first:
+                _show(config, trainer, evaluations)
+    return 0
+
+
+def _show(
+    config: ExperimentConfig, trainer: RLTrainer, evaluations: Mapping[str, Evaluation]
+) -> None:
+    version, folder = trainer.version, trainer.session.run_dir
     before, after = evaluations["before"], evaluations["after"]
     examples = [f"  {text!r} -> {answer!r}" for text, answer, _ in after.examples[:3]]
     lines = [
@@ -41,4 +62,3 @@ def run(config: ExperimentConfig, args: Any) -> int:
         f'try       jaxrl generate "..." --run={folder.path}',
     ]
     output.write("\n".join(lines) + "\n")
-    return 0

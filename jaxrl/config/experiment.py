@@ -56,6 +56,19 @@ class ExperimentConfig:
         """Tokens in a row of the packed training batch."""
         return self.train.row_length or self.model.max_length
 
+    @property
+    def longest_sampled(self) -> int:
+        """Most tokens of a sampled sequence, in rollouts and evaluations."""
+        new = max(self.rollout.max_new_tokens, self.eval_new_tokens)
+        return self.data.max_prompt_tokens + new
+
+    @property
+    def prompt_buckets(self) -> tuple[int, ...]:
+        """Prompt lengths to compile for: those of the config, or powers of two and the longest."""
+        longest = self.data.max_prompt_tokens
+        powers = tuple(1 << i for i in range(3, 32) if 1 << i < longest)
+        return self.rollout.prefill_buckets or (*powers, longest)
+
     def check(self) -> None:
         """Rules between sections."""
         self._check_groups()

@@ -103,7 +103,10 @@ def parse(kind: Any, text: str) -> Any:
         return None if text.lower() == "none" else parse(args[0], text)
     if origin is tuple:
         value = _literal(text) if text.strip() else ()
-        # "8,16" is a tuple already; a single element may stand without its comma.
+        # "8,16" is a tuple already; a single element may stand without its comma, and words without
+        # their quotes.
+        if isinstance(value, str) and args[0] is str:
+            value = tuple(word.strip() for word in value.split(","))
         return coerce(kind, value if isinstance(value, tuple | list) else (value,))
     if origin is dict:
         return coerce(kind, _literal(text))

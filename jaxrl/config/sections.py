@@ -5,23 +5,15 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from jaxrl.config import rules
+from jaxrl.config.rope_scaling import check_rope_scaling
 from jaxrl.config.schema import common, demand, rare, required, section, section_info
 
 Dtype = Literal["float32", "bfloat16"]
 Schedule = Literal["constant", "linear", "cosine"]
+OptimizerName = Literal["adamw", "adafactor"]
 MAX_SEED = 2**31 - 1
 MAX_LAYERS = 1000
 """Layers are built one by one; a damaged config.json must not keep a process busy for ever."""
-
-
-_LENGTH = "original_max_position_embeddings"
-_ROPE_SCALING = {
-    "linear": (("factor",), ()),
-    "llama3": (("factor", "low_freq_factor", "high_freq_factor", _LENGTH), ()),
-    "yarn": (("factor", _LENGTH), ("beta_fast", "beta_slow", "attention_factor")),
-}
-"""Kind of position scaling -> numbers that it needs, numbers that it may have, in the spelling of
-published config.json files."""
 
 NO_MEANING = ("weights", "max_length", "remat", "dtype")
 """Fields of the model that may change while its weights stay what they are."""
@@ -106,10 +98,10 @@ class ModelConfig:
     scan_layers: bool = rare(
         False, "scan over the layers: compiles faster, runs slower where there are few layers"
     )
-    remat: Literal["none", "full"] = rare(
+    remat: Literal["none", "dots", "full"] = rare(
         "none",
-        "what the backward pass recomputes to save memory: nothing, or every layer (on CPUs it "
-        "saves memory only with scan_layers)",
+        "what the backward pass recomputes to save memory: nothing; all of a layer but its "
+        "products with weights; or every layer (on CPUs it saves memory only with scan_layers)",
     )
     dtype: Dtype = rare("float32", "type of the computation")
     param_dtype: Dtype = rare("float32", "type in which weights are kept and updated")
@@ -123,7 +115,7 @@ class ModelConfig:
             f"a multiple of model.n_kv_heads={self.n_kv_heads}",
         )
         demand(self.head_dim % 2 == 0, "model.head_dim", self.head_dim, "even")
-        self._check_rope_scaling()
+        check_rope_scaling(self.rope_scaling, self.rope_theta)
         experts, chosen = self.n_experts, self.experts_per_token
         rule = f"at most model.n_experts={experts}"
         demand(not experts or chosen <= experts, "model.experts_per_token", chosen, rule)
@@ -141,32 +133,6 @@ class ModelConfig:
         experts = {"gate", "up", "down"}.intersection(targets) if self.n_experts else ()
         rule = f"without {', '.join(sorted(experts))}: experts have no adapters"
         demand(not experts, "model.lora_targets", targets, rule)
-
-    def _check_rope_scaling(self) -> None:
-        scaling = self.rope_scaling
-        if not scaling:
-            return
-        needed, optional = _ROPE_SCALING.get(scaling.get("rope_type"), (None, ()))
-        kinds = " or ".join(map(repr, _ROPE_SCALING))
-        demand(needed is not None, "model.rope_scaling", scaling, f"of rope_type {kinds}")
-        names = {*needed, *optional}.intersection(scaling)
-        also = f" (and {', '.join(optional)})" if optional else ""
-        rule = f"rope_type and positive numbers {', '.join(needed)}{also}, nothing else"
-        numbers = [scaling[name] for name in names]
-        positive = all(type(n) in (int, float) and n > 0 for n in numbers)
-        exact = names >= set(needed) and set(scaling) == {"rope_type", *names}
-        demand(exact and positive, "model.rope_scaling", scaling, rule)
-        if scaling["rope_type"] == "llama3":
-            ordered = scaling["low_freq_factor"] < scaling["high_freq_factor"]
-            rule = "with low_freq_factor below high_freq_factor"
-            demand(ordered, "model.rope_scaling", scaling, rule)
-        if scaling["rope_type"] == "yarn":
-            fast, slow = scaling.get("beta_fast", 32), scaling.get("beta_slow", 1)
-            rule = "with beta_fast (default 32) at least beta_slow (default 1)"
-            demand(fast >= slow, "model.rope_scaling", scaling, rule)
-            # The logarithm of the base is divided by.
-            rule = "above 1, because of the rope_type 'yarn'"
-            demand(self.rope_theta > 1, "model.rope_theta", self.rope_theta, rule)
 
 
 @section("mesh.")
@@ -261,6 +227,8 @@ class SFTConfig:
     schedule: Schedule = rare("cosine", "course of the learning rate after the warm-up")
     grad_clip: float = rare(1.0, "largest gradient norm", rules.at_least(0, "0: no clipping"))
     weight_decay: float = rare(0.0, "decoupled weight decay", rules.at_least(0))
+    optimizer: OptimizerName = rare("adamw", "as train.optimizer")
+    moment_dtype: Dtype = rare("float32", "as train.moment_dtype")
     careless: float = rare(
         0.0,
         "fraction of the longer answers whose last character is left out, to study imperfect "
@@ -275,6 +243,7 @@ class SFTConfig:
         """The warm-up fits into the updates."""
         if self.steps:
             _check_warmup("sft", self.warmup_steps, self.steps)
+        _check_moments("sft", self)
 
 
 @section("train.")
@@ -296,6 +265,16 @@ class TrainConfig:
     b1: float = rare(0.9, "decay of AdamW's first moment", rules.below_one())
     b2: float = rare(0.95, "decay of AdamW's second moment", rules.below_one())
     eps: float = rare(1e-8, "added to the denominator of AdamW", rules.above(0))
+    optimizer: OptimizerName = rare(
+        "adamw",
+        "adamw, or adafactor, which keeps of the second moment only means over rows and columns "
+        "and no first one: next to no memory",
+    )
+    moment_dtype: Dtype = rare(
+        "float32",
+        "type in which AdamW's moments are kept; bfloat16 halves their memory and needs train.b2 "
+        "of at most 0.99",
+    )
     row_length: int = rare(
         0, "tokens in a row of the packed batch", rules.at_least(0, "0: model.max_length")
     )
@@ -307,11 +286,24 @@ class TrainConfig:
         """The warm-up fits into the updates."""
         if self.steps:
             _check_warmup("train", self.warmup_steps, self.steps)
+        _check_moments("train", self)
 
 
 def _check_warmup(name: str, warmup_steps: int, steps: int) -> None:
     rule = f"at most {name}.steps={steps}"
     demand(warmup_steps <= steps, f"{name}.warmup_steps", warmup_steps, rule)
+
+
+def _check_moments(name: str, config: SFTConfig | TrainConfig) -> None:
+    if config.moment_dtype == "float32":
+        return
+    field = f"{name}.moment_dtype"
+    rule = f"'float32', because of {name}.optimizer='adafactor': it keeps next to nothing"
+    demand(config.optimizer == "adamw", field, config.moment_dtype, rule)
+    # A change of less than half a unit in the last of 8 bits is rounded away: 0.996 would be the
+    # end, where a second moment never falls.
+    b2 = getattr(config, "b2", 0.95)
+    demand(b2 <= 0.99, f"{name}.b2", b2, f"at most 0.99, because of {field}='bfloat16'")
 
 
 @section("algorithm.")
@@ -327,6 +319,11 @@ class AlgorithmConfig:
     )
     kl_coef: float = common(
         0.0, "weight of the KL penalty towards the weights RL began with", rules.at_least(0)
+    )
+    ref_offload: bool = rare(
+        False,
+        "keep the weights that the KL penalty refers to in the host's memory; they visit the "
+        "devices for each batch",
     )
     decoupled: bool = rare(
         True, "separate the policy that sampled from the one the ratio is clipped against"

@@ -84,7 +84,7 @@ class Engine:
             "prefill_tokens": prefill_tokens,
             "max_stop_tokens": max_stop_tokens,
         }
-        check_sizes(sizes, max_length, rules.shards(mesh, "batch"))
+        check_sizes(sizes, max_length, rules.shards(mesh, "slots"))
         if not 0 <= top_logprobs <= model.config.vocab_size:
             raise ValueError(
                 f"top_logprobs={top_logprobs} must lie between 0 and the vocabulary's "
@@ -126,6 +126,11 @@ class Engine:
         """Bytes of all slots' keys and values, on all devices together."""
         leaves = jax.tree.leaves(self._state_like.cache)
         return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+
+    @property
+    def abstract_state(self) -> DecodeState:
+        """The decode state as `jax.ShapeDtypeStruct` with shardings."""
+        return self._state_like
 
     @property
     def prefill_rows(self) -> tuple[int, ...]:
@@ -285,9 +290,13 @@ class Engine:
         """The compiled program of a verb for these sizes; compiles it if `warm_up` has not run."""
         key = (verb, *sizes)
         if key not in self._compiled:
-            build = getattr(self, f"_build_{verb}")
-            self._compiled[key] = build(*sizes).compile()
+            self._compiled[key] = self.lower(verb, *sizes).compile()
         return self._compiled[key]
+
+    def lower(self, verb: str, *sizes: int) -> jax.stages.Lowered:
+        """The program of a verb before its compilation: "prefill" and "copy" of a bucket,
+        "generate" of a length that is attended to, "init", "start", "spread" and "peek"."""
+        return getattr(self, f"_build_{verb}")(*sizes)
 
     # Ahead-of-time compilation: a program that gets other shapes or placements than those it was
     # compiled for refuses them, where jit would silently compile again.
@@ -318,7 +327,7 @@ class Engine:
         function = functools.partial(
             steps.spread_row,
             block=self.prefill_chunk,
-            split=self._rules.shards(self._mesh, "batch") > 1,
+            split=self._rules.shards(self._mesh, "slots") > 1,
         )
         cache = self._state_like.cache
         program = jax.jit(function, donate_argnums=0, out_shardings=_shardings(cache))
@@ -355,8 +364,8 @@ class Engine:
         return DecodeState(cache, slots)
 
     def _describe_state(self) -> DecodeState:
-        """Shapes and placement of the state: slots over the batch axes, heads over tensor."""
-        return self._described(jax.eval_shape(self._empty_state), "batch")
+        """Shapes and placement of the state: slots over all axes but tensor, heads over that."""
+        return self._described(jax.eval_shape(self._empty_state), "slots")
 
     def _prefix_like(self, bucket: int) -> Prefix:
         """Shapes and placement of a prefix: every group of devices holds all rows."""

@@ -93,7 +93,7 @@ def make_engine(
         **engine_options,
     )
     # A prompt is computed on its own, in a state of as few slots as there can be.
-    few, many = engine(slots=rules.shards(mesh, "batch")), engine(slots=slots)
+    few, many = engine(slots=rules.shards(mesh, "slots")), engine(slots=slots)
     many.check_params(params)
     if verify:
         verify_digest(params, version)

@@ -57,7 +57,7 @@ def prefill(
     """
     rows, bucket = pieces.tokens.shape
     positions = pieces.offset[:, None] + jnp.arange(bucket, dtype=jnp.int32)
-    prior = Prior(pieces.slot, pieces.offset, block, split=rules.shards(mesh, "batch") > 1)
+    prior = Prior(pieces.slot, pieces.offset, block, split=rules.shards(mesh, "slots") > 1)
     hidden, own = forward(
         model, params, pieces.tokens, positions, None, cache, prior=prior, mesh=mesh, rules=rules
     )

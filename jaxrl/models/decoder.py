@@ -18,7 +18,10 @@ from jaxrl.models import attention as ops
 from jaxrl.models.chunked import attend_after
 from jaxrl.models.experts import Experts
 from jaxrl.models.layers import MLP, Context, Declare, Projections, RMSNorm
+from jaxrl.models.parallel import look_up
+from jaxrl.models.ring import ring_attend
 from jaxrl.models.rope import apply_rope
+from jaxrl.models.splash import splash_attend
 
 if TYPE_CHECKING:
     from jaxrl.config import ModelConfig
@@ -74,7 +77,7 @@ class Attention(Projections):
         """x [B, T, D] -> (output [B, T, D], the cache (keys, values) with this call's tokens, or,
         after a prior, these alone)."""
         pin, sight, config = context.constrain, context.sight(place.windowed), self.config
-        query, key, value = (self._heads(name, x) for name in ("query", "key", "value"))
+        query, key, value = self._heads(x, context)
         if config.qk_norm:
             query, key = self.query_norm(query), self.key_norm(key)
         query = pin(apply_rope(query, sight.cos, sight.sin), _HEADS)
@@ -82,26 +85,52 @@ class Attention(Projections):
         value = pin(value, _KV_HEADS)
         if context.prior is not None:
             mixed, cache = self._after(query, key, value, context, cache, place)
-            return self.project("out", pin(mixed, _HEADS).reshape(*x.shape[:2], -1)), cache
+            return self._out(mixed, context), cache
         if cache is None:
-            keys, values = key.swapaxes(1, 2), value.swapaxes(1, 2)
-        else:
-            cache = (
-                ops.write_cache(cache[0], key, context.slots, place.index),
-                ops.write_cache(cache[1], value, context.slots, place.index),
-            )
-            keys, values = (_visible(side, context.attend_length, place.index) for side in cache)
-        mixed = ops.attend(
-            query,
-            keys,
-            values,
-            sight.mask,
-            causal=context.causal,
-            window=sight.window,
-            scale=config.query_scale**-0.5 if config.query_scale else None,
-            cap=config.attention_softcap,
+            mixed = self._row(query, key, value, context, place)
+            return self._out(mixed, context), None
+        cache = (
+            ops.write_cache(cache[0], key, context.slots, place.index),
+            ops.write_cache(cache[1], value, context.slots, place.index),
         )
-        return self.project("out", pin(mixed, _HEADS).reshape(*x.shape[:2], -1)), cache
+        keys, values = (_visible(side, context.attend_length, place.index) for side in cache)
+        mixed = ops.attend(query, keys, values, sight.mask, **self._scoring())
+        return self._out(mixed, context), cache
+
+    def _scoring(self) -> dict[str, float | None]:
+        """How scores are made of products: `scale` and `cap`."""
+        config = self.config
+        scale = config.query_scale**-0.5 if config.query_scale else None
+        return {"scale": scale, "cap": config.attention_softcap}
+
+    def _out(self, mixed: jax.Array, context: Context) -> jax.Array:
+        """mixed [B, T, N, H] -> [B, T, D]."""
+        return self.fan_in("out", context.constrain(mixed, _HEADS), context)
+
+    def _row(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, context: Context, place: Place
+    ) -> jax.Array:
+        """Attention of rows over themselves -> mixed values [B, T, N, H]."""
+        sight, size = context.sight(place.windowed), self.config.sliding_window
+        scoring = self._scoring()
+        if context.attention == "plain":
+            keys, values = key.swapaxes(1, 2), value.swapaxes(1, 2)
+            causal = {"causal": context.causal, "window": sight.window}
+            return ops.attend(query, keys, values, sight.mask, **causal, **scoring)
+        args = (query, key, value, context.segment_ids, context.spread)
+        if context.attention == "ring":
+            window = _window(size, place.windowed)
+            # Of scanned layers, some see everything.
+            widest = size if place.windowed is True else 0
+            return ring_attend(*args, window=window, widest=widest, **scoring)
+        if isinstance(place.windowed, bool):
+            return splash_attend(*args, window=size * place.windowed, **scoring)
+        # The blocks that a kernel skips are fixed in it.
+        near, far = (
+            lambda *arrays, w=w: splash_attend(*arrays, *args[3:], window=w, **scoring)
+            for w in (size, 0)
+        )
+        return jax.lax.cond(place.windowed, near, far, *args[:3])
 
     def _after(
         self,
@@ -123,15 +152,18 @@ class Attention(Projections):
             context.prior,
             layer=place.index,
             window=_window(config.sliding_window, place.windowed),
-            scale=config.query_scale**-0.5 if config.query_scale else None,
-            cap=config.attention_softcap,
+            **self._scoring(),
         )
         return mixed, own
 
-    def _heads(self, name: str, x: jax.Array) -> jax.Array:
-        """x [B, T, D] -> [B, T, N or K, H]."""
-        y = self.project(name, x).reshape(*x.shape[:2], -1, self.config.head_dim)
-        return y + getattr(self, f"{name}_bias")[...].astype(x.dtype) if self.config.qkv_bias else y
+    def _heads(self, x: jax.Array, context: Context) -> list[jax.Array]:
+        """x [B, T, D] -> queries [B, T, N, H], keys and values [B, T, K, H]."""
+        names = ("query", "key", "value")
+        heads = self.fan_out(names, x, context)
+        if not self.config.qkv_bias:
+            return heads
+        biases = (getattr(self, f"{name}_bias")[...].astype(x.dtype) for name in names)
+        return [y + bias for y, bias in zip(heads, biases, strict=True)]
 
 
 def _window(size: int, windowed: bool | jax.Array) -> int | jax.Array:
@@ -178,7 +210,9 @@ class Block(nnx.Module):
         return context.constrain(x + inner, _RESIDUAL), cache
 
 
-_RESIDUAL = ("batch", "length", None)
+_RESIDUAL = ("batch", "residual", None)
+_KEPT = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
+"""What each `remat` keeps of a layer for the backward pass; None: nothing."""
 
 
 class Decoder(nnx.Module):
@@ -201,16 +235,23 @@ class Decoder(nnx.Module):
         self, tokens: jax.Array, context: Context, cache: KVCache | None
     ) -> tuple[jax.Array, KVCache | None]:
         """tokens [B, T] -> (hidden [B, T, D] after the final norm, the cache)."""
-        # Gathering the table's width first costs one weight; without it the compiler moves
-        # activations.
-        table = context.constrain(self.embedding[...], ("vocab", None))
-        x = context.constrain(table.astype(self.config.dtype)[tokens], _RESIDUAL)
+        x = self._embed(tokens, context)
         if self.config.scale_embedding:
             # The factor is rounded to the dtype, as where the models were trained.
             x *= jnp.asarray(self.config.d_model**0.5, x.dtype)
         run = self._scanned if self.config.scan_layers else self._unrolled
         x, cache = run(x, context, cache)
         return self.final_norm(x), cache
+
+    def _embed(self, tokens: jax.Array, context: Context) -> jax.Array:
+        """tokens [B, T] -> [B, T, D] in the dtype of the computation."""
+        table, dtype = self.embedding[...], self.config.dtype
+        if context.streamed:
+            return look_up(table, tokens, context.spread, dtype)
+        # Gathering the table's width first costs one weight; without it the compiler moves
+        # activations.
+        table = context.constrain(table, ("vocab", None))
+        return context.constrain(table.astype(dtype)[tokens], _RESIDUAL)
 
     def _unrolled(self, x: jax.Array, context: Context, cache: KVCache | None):
         written = []
@@ -252,4 +293,5 @@ class Decoder(nnx.Module):
     def _remat(self, step: Callable) -> Callable:
         if self.config.remat == "none":
             return step
-        return jax.checkpoint(step, prevent_cse=not self.config.scan_layers)
+        policy = _KEPT[self.config.remat]
+        return jax.checkpoint(step, prevent_cse=not self.config.scan_layers, policy=policy)

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxrl.models.dispatch import AXES, Weights, experts_on_mesh
 from jaxrl.models.layers import ACTIVATIONS, Context, Declare
 
 if TYPE_CHECKING:
     from jaxrl.config import ModelConfig
 
 _FEW = 4  # on CPU, a grouped product costs about so many plain ones (measured: 5 to 8)
-
-
-class Weights(NamedTuple):
-    """Of all experts: gate and up [E, F, D], down [E, D, F]."""
-
-    gate: jax.Array
-    up: jax.Array
-    down: jax.Array
 
 
 class Experts(nnx.Module):
@@ -31,29 +24,35 @@ class Experts(nnx.Module):
     def __init__(self, config: ModelConfig, declare: Declare):
         e, d, f = config.n_experts, config.d_model, config.mlp_dim
         # Not split by expert: every device needs all scores to find the best.
-        self.router = declare((e, d), (None, "embed"), std=d**-0.5)
-        self.gate = declare((e, f, d), ("experts", "expert_mlp", "embed"), std=d**-0.5)
-        self.up = declare((e, f, d), ("experts", "expert_mlp", "embed"), std=d**-0.5)
-        down_std = (f * 2 * config.n_layers) ** -0.5
-        self.down = declare((e, d, f), ("experts", "embed", "expert_mlp"), std=down_std)
+        self.router = declare((e, d), AXES.router, std=d**-0.5)
+        self.gate = declare((e, f, d), AXES.gate, std=d**-0.5)
+        self.up = declare((e, f, d), AXES.up, std=d**-0.5)
+        self.down = declare((e, d, f), AXES.down, std=(f * 2 * config.n_layers) ** -0.5)
         self.k, self.normalize = config.experts_per_token, config.normalize_experts
         self.activation = config.activation
 
     def __call__(self, x: jax.Array, context: Context) -> jax.Array:
         """x [B, T, D] -> [B, T, D]."""
-        shares, chosen = self._route(x)
-        weights = Weights(*(w[...].astype(x.dtype) for w in (self.gate, self.up, self.down)))
-        args = (x, shares.astype(x.dtype), chosen, weights)
+        weights = (self.router, self.gate, self.up, self.down)
+        weights = Weights(*(w[...].astype(x.dtype) for w in weights))
         if not context.alone:
-            return self.every_expert(*args)
+            return experts_on_mesh(
+                x,
+                weights,
+                context.spread,
+                route=self._route,
+                k=self.k,
+                activation=ACTIVATIONS[self.activation],
+            )
+        shares, chosen = self._route(x, weights.router)
+        args = (x, shares.astype(x.dtype), chosen, weights)
         few = weights.gate.shape[0] <= _FEW * self.k
         on_cpu = self.every_expert if few else self.chosen_experts
         return jax.lax.platform_dependent(*args, cpu=on_cpu, default=self.chosen_experts)
 
-    def _route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """x [B, T, D] -> (shares float32, experts int32), both [B, T, k]."""
-        router = self.router[...].astype(x.dtype)
-        scores = jnp.einsum("btd,ed->bte", x, router, preferred_element_type=jnp.float32)
+    def _route(self, x: jax.Array, router: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """x [..., D], router [E, D] -> (shares float32, experts int32), both [..., k]."""
+        scores = jnp.einsum("...d,ed->...e", x, router, preferred_element_type=jnp.float32)
         shares, chosen = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), self.k)
         if self.normalize:
             shares /= jnp.sum(shares, axis=-1, keepdims=True)
@@ -64,7 +63,7 @@ class Experts(nnx.Module):
     ) -> jax.Array:
         """All experts on all tokens, weighted with 0 where they were not chosen.
 
-        E/k times the work, but plain products, which any mesh can split.
+        E/k times the work, but plain products, which CPUs are good at.
         """
         hits = chosen[..., None] == jnp.arange(weights.gate.shape[0])
         weight = jnp.sum(jnp.where(hits, shares[..., None], 0), axis=2)

@@ -18,13 +18,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxrl.models.chunked import Prior
-from jaxrl.models.linear import linear
+from jaxrl.models.parallel import Arrays, LinearMap, columns, rows
+from jaxrl.models.spread import Spread
 
 if TYPE_CHECKING:
     from jaxrl.config import ModelConfig
-
-Constrain = Callable[[jax.Array, tuple[str | None, ...]], jax.Array]
-"""(activation, logical axis per dimension) -> the activation with its sharding pinned."""
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
@@ -36,13 +34,14 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 class Sight:
     """Where the queries of a layer stand and what they see.
 
-    cos, sin float32 [B, T, H/2]; mask bool [B or 1, T, S]; `window` > 0 promises that the mask
-    hides all but the last so many tokens.
+    cos, sin float32 [B, T, H/2]; mask bool [B or 1, T, S], None where attention is told
+    `Context.segment_ids` instead; `window` > 0 promises that all but the last so many tokens are
+    hidden.
     """
 
     cos: jax.Array
     sin: jax.Array
-    mask: jax.Array
+    mask: jax.Array | None
     window: int = 0
 
 
@@ -51,20 +50,37 @@ class Context:
     """What every layer needs to know about the tokens of this call.
 
     `whole` holds for layers that see the whole sequence, `windowed` for the others (None: there are
-    none). `causal`: S = T, the masks hide later entries, and T is not split over devices. `alone`:
-    one device holds everything. With a cache: `slots` [B, T] are the entries that the tokens are
-    written to, and queries see the first `attend_length` entries; or `prior` says which entries
-    stand before these tokens, and nothing is written.
+    none). `spread`: how activations lie on a mesh (None: no mesh). `causal`: S = T, the masks hide
+    later entries. Without a cache on a mesh, `attention` names what computes it ("plain", "ring",
+    "splash") from `segment_ids` [B, T]. With a cache: `slots` [B, T] are the entries that the
+    tokens are written to, and queries see the first `attend_length` entries; or `prior` says which
+    entries stand before these tokens, and nothing is written.
     """
 
     whole: Sight
     windowed: Sight | None
-    constrain: Constrain
+    spread: Spread | None = None
     slots: jax.Array | None = None
     attend_length: int = 0
     prior: Prior | None = None
     causal: bool = False
-    alone: bool = True
+    attention: str = "plain"
+    segment_ids: jax.Array | None = None
+
+    def constrain(self, x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
+        """x with its sharding pinned, a logical axis per dimension; as it is without a mesh."""
+        return x if self.spread is None else self.spread.pin(x, axes)
+
+    @property
+    def streamed(self) -> bool:
+        """Whether products with split weights are those of `parallel`: in training, where a batch
+        is worth gathering weights for. Elsewhere the compiler chooses what it moves."""
+        return not self.alone and self.slots is None and self.prior is None
+
+    @property
+    def alone(self) -> bool:
+        """Whether one device holds everything."""
+        return self.spread is None or self.spread.mesh.size == 1
 
     def sight(self, windowed: bool | jax.Array) -> Sight:
         """That of a layer; `windowed` may be traced, where layers are scanned."""
@@ -73,8 +89,12 @@ class Context:
         if windowed is True:
             return self.windowed
         near, far = self.windowed, self.whole
-        pairs = ((near.cos, far.cos), (near.sin, far.sin), (near.mask, far.mask))
-        return Sight(*(jnp.where(windowed, *pair) for pair in pairs))
+
+        def pick(name: str) -> jax.Array | None:
+            pair = getattr(near, name), getattr(far, name)
+            return None if pair[0] is None else jnp.where(windowed, *pair)
+
+        return Sight(pick("cos"), pick("sin"), pick("mask"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,13 +153,6 @@ class Adapter(nnx.Module):
         std = (3 * math.prod(inputs.values())) ** -0.5
         self.a = declare((rank, *inputs.values()), (None, *inputs), std=std)
         self.b = declare((*outputs.values(), rank), (*outputs, None), std=0.0)
-        self.factor = config.lora_alpha / rank
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """x [B, T, I] -> [B, T, O]."""
-        a, b = self.a[...], self.b[...]
-        inner = linear(x, a.reshape(a.shape[0], -1))
-        return self.factor * linear(inner, b.reshape(-1, b.shape[-1]))
 
 
 class Projections(nnx.Module):
@@ -159,15 +172,32 @@ class Projections(nnx.Module):
         std = math.prod(inputs.values()) ** -0.5 if std is None else std
         shape, axes = (*outputs.values(), *inputs.values()), (*outputs, *inputs)
         setattr(self, name, declare(shape, axes, std=std))
+        factor = 0.0
         if config.lora_rank and name in config.lora_targets:
             setattr(self, f"{name}_lora", Adapter(outputs, inputs, config, declare))
+            factor = config.lora_alpha / config.lora_rank
+        setattr(self, f"{name}_map", LinearMap(tuple(outputs), tuple(inputs), factor))
 
-    def project(self, name: str, x: jax.Array) -> jax.Array:
-        """x [B, T, I] -> [B, T, O], outputs and inputs flattened."""
-        weight = getattr(self, name)[...]
-        y = linear(x, weight.reshape(-1, x.shape[-1]))
+    def fan_out(self, names: tuple[str, ...], x: jax.Array, context: Context) -> list[jax.Array]:
+        """x [B, T, D] of the residual stream -> for each map [B, T, *outputs]."""
+        maps = [(getattr(self, f"{name}_map"), self._arrays(name)) for name in names]
+        if context.streamed:
+            return list(columns(x, maps, context.spread))
+        shapes = (own.weight.shape[: len(layout.outputs)] for layout, own in maps)
+        products = (layout(x, own) for layout, own in maps)
+        return [y.reshape(*x.shape[:2], *shape) for y, shape in zip(products, shapes, strict=True)]
+
+    def fan_in(self, name: str, x: jax.Array, context: Context) -> jax.Array:
+        """x [B, T, *inputs] -> [B, T, D] of the residual stream."""
+        layout, arrays = getattr(self, f"{name}_map"), self._arrays(name)
+        if context.streamed:
+            return rows(x, layout, arrays, context.spread)
+        return layout(x.reshape(*x.shape[:2], -1), arrays)
+
+    def _arrays(self, name: str) -> Arrays:
         adapter = getattr(self, f"{name}_lora", None)
-        return y if adapter is None else y + adapter(x)
+        factors = () if adapter is None else (adapter.a[...], adapter.b[...])
+        return Arrays(getattr(self, name)[...], *factors)
 
 
 class MLP(Projections):
@@ -184,5 +214,9 @@ class MLP(Projections):
 
     def __call__(self, x: jax.Array, context: Context) -> jax.Array:
         """x [B, T, D] -> [B, T, D]."""
-        inner = ACTIVATIONS[self.activation](self.project("gate", x)) * self.project("up", x)
-        return self.project("down", context.constrain(inner, ("batch", "length", "mlp")))
+        gate, up = self.fan_out(("gate", "up"), x, context)
+        inner = context.constrain(ACTIVATIONS[self.activation](gate) * up, _MLP)
+        return self.fan_in("down", inner, context)
+
+
+_MLP = ("batch", "length", "mlp")

@@ -12,7 +12,7 @@ import functools
 import math
 import operator
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import chex
@@ -25,16 +25,18 @@ from jax.sharding import Mesh
 from jaxrl.models import attention as ops
 from jaxrl.models.chunked import Prior
 from jaxrl.models.decoder import Decoder, KVCache
-from jaxrl.models.layers import Constrain, Context, Sight
+from jaxrl.models.layers import Context
 from jaxrl.models.linear import linear
-from jaxrl.models.rope import rope_tables
+from jaxrl.models.logprobs import logprobs_of, logprobs_on_mesh
+from jaxrl.models.sight import row_context, sights
+from jaxrl.models.spread import spread_over
 from jaxrl.sharding import DEFAULT_RULES, Rules, shardings_of
 
 if TYPE_CHECKING:
     from jaxrl.config import ModelConfig
 
 Params = dict[str, Any]
-_CACHE_AXES = ("batch", "kv_heads", None, "head_dim")
+_CACHE_AXES = ("slots", "kv_heads", None, "head_dim")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -188,19 +190,15 @@ def forward(
     chex.assert_rank([tokens, positions], 2)
     chex.assert_equal_shape([tokens, positions])
     config = model.config
-    constrain = _constrain(mesh, rules, tokens.shape[0])
-    alone = mesh is None or mesh.size == 1
+    cached = cache is not None and prior is None
+    spread = spread_over(mesh, rules, *tokens.shape, cached=cached, streamed=cache is None)
     if cache is None:
         if attend_length is not None or write_mask is not None:
             raise ValueError("attend_length and write_mask need a cache")
-        make_mask = functools.partial(ops.causal_mask, tokens.shape[1], segment_ids)
-        causal = rules.shards(mesh, "length") == 1
-        sights = _sights(config, positions, make_mask)
-        context = Context(*sights, constrain, causal=causal, alone=alone)
+        context = row_context(config, positions, segment_ids, spread)
     elif prior is not None:
         make_mask = functools.partial(ops.causal_mask, tokens.shape[1], None)
-        sights = _sights(config, positions, make_mask)
-        context = Context(*sights, constrain, prior=prior, alone=alone)
+        context = Context(*sights(config, positions, make_mask), spread, prior=prior)
     else:
         if segment_ids is not None:
             raise ValueError("segment_ids cannot be combined with a cache: one row is one sequence")
@@ -210,8 +208,7 @@ def forward(
             # An entry beyond the cache is dropped by the write, so the row stays untouched.
             slots = jnp.where(write_mask[:, None], positions, cache.length)
         make_mask = functools.partial(ops.cache_mask, positions, seen)
-        sights = _sights(config, positions, make_mask)
-        context = Context(*sights, constrain, slots, seen, alone=alone)
+        context = Context(*sights(config, positions, make_mask), spread, slots, seen)
     return _merge(model, params)(tokens, context, cache)
 
 
@@ -246,31 +243,11 @@ def token_logprobs(
         raise ValueError(f"temperature={temperature} must be positive")
     if chunk < 1:
         raise ValueError(f"chunk={chunk} must be at least 1")
-    # Chunks go along T: a chunk then has all rows, and stays split over the data axes.
-    width = min(length, max(1, chunk // batch))
-    n_chunks = -(-length // width)
-    padding = n_chunks * width - length
-    hidden = jnp.pad(hidden, ((0, 0), (0, padding), (0, 0)))
-    targets = jnp.pad(targets, ((0, 0), (0, padding)))
-    hidden = hidden.reshape(batch, n_chunks, width, -1).swapaxes(0, 1)
-    targets = targets.reshape(batch, n_chunks, width).swapaxes(0, 1)
-    weight = _unembedding(model, params)
-    constrain = _constrain(mesh, rules, batch)
-
-    def one_chunk(weight: jax.Array, hidden: jax.Array, targets: jax.Array):
-        logits = jnp.einsum(
-            "btd,vd->btv", hidden, weight.astype(hidden.dtype), preferred_element_type=jnp.float32
-        )
-        logits = ops.softcap(logits, model.config.logits_softcap)
-        return _pick(constrain(logits, ("batch", None, "vocab")) / temperature, targets)
-
-    # With a single chunk all logits exist at once anyway: nothing is saved by making them again.
-    chunk_fn = one_chunk if n_chunks == 1 else jax.checkpoint(one_chunk)
-    _, (logp, entropy) = jax.lax.scan(
-        lambda carry, xs: (carry, chunk_fn(weight, *xs)), None, (hidden, targets)
-    )
-    logp, entropy = (x.swapaxes(0, 1).reshape(batch, -1)[:, :length] for x in (logp, entropy))
-    return logp, entropy
+    weight, cap = _unembedding(model, params), model.config.logits_softcap
+    spread = spread_over(mesh, rules, batch, length)
+    if spread is None or mesh.size == 1:
+        return logprobs_of(hidden, targets, weight, temperature, width=chunk // batch, cap=cap)
+    return logprobs_on_mesh(hidden, targets, weight, temperature, spread, chunk=chunk, cap=cap)
 
 
 def sequence_logprobs(
@@ -320,50 +297,6 @@ def unstack_layers(params: Params) -> Params:
     n_layers = jax.tree.leaves(layers)[0].shape[0]
     split = {str(i): jax.tree.map(lambda leaf, i=i: leaf[i], layers) for i in range(n_layers)}
     return {**params, "layers": split}
-
-
-def _pick(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """logits float32 [..., V], targets [...] -> (log softmax at the targets, entropy)."""
-    normaliser = jax.nn.logsumexp(logits, axis=-1)
-    # A comparison instead of a gather: its gradient is no scatter, and V may be split over devices.
-    hit = jnp.arange(logits.shape[-1]) == targets[..., None]
-    logp = jnp.sum(jnp.where(hit, logits, 0.0), axis=-1) - normaliser
-    fixed, fixed_normaliser = jax.lax.stop_gradient((logits, normaliser))
-    probs = jnp.exp(fixed - fixed_normaliser[..., None])
-    return logp, fixed_normaliser - jnp.sum(probs * fixed, axis=-1)
-
-
-def _constrain(mesh: Mesh | None, rules: Rules, batch: int) -> Constrain:
-    """The function that pins an activation to the mesh: nothing without one."""
-    if mesh is None:
-        return lambda x, axes: x
-    # A single prompt on a mesh with data axes: every group of devices then works on the same rows.
-    whole = batch % rules.shards(mesh, "batch") != 0
-
-    def constrain(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
-        axes = tuple(None if whole and name == "batch" else name for name in axes)
-        # A decode step has one token: nothing to split over the context axis.
-        axes = tuple(
-            None if name == "length" and x.shape[i] == 1 else name for i, name in enumerate(axes)
-        )
-        return jax.lax.with_sharding_constraint(x, rules.sharding(mesh, axes))
-
-    return constrain
-
-
-def _sights(
-    config: ModelConfig, positions: jax.Array, make_mask: Callable[..., jax.Array]
-) -> tuple[Sight, Sight | None]:
-    """What layers that see everything see, and those with a window (None: there are none)."""
-    cos, sin = rope_tables(positions, config.head_dim, config.rope_theta, config.rope_scaling)
-    whole = Sight(cos, sin, make_mask())
-    if not config.sliding_window:
-        return whole, None
-    if config.local_rope_theta:
-        # These layers never look far: their positions are not stretched.
-        cos, sin = rope_tables(positions, config.head_dim, config.local_rope_theta)
-    window = config.sliding_window
-    return whole, Sight(cos, sin, make_mask(window=window), window)
 
 
 def _attend_length(attend_length: int | None, cache_length: int, n_tokens: int) -> int:

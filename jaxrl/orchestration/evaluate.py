@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl.errors import DeadlineError, RewardError, WeightVersionError
+from jaxrl.orchestration import hosts
 from jaxrl.rollout.single_turn import ScorePool, ScoreResult
 from jaxrl.rollout.workflow import derive_seed
 from jaxrl.types import Completion, Prompt, Sampler, SamplingParams, WeightVersion
@@ -70,6 +71,8 @@ def evaluate(
 ) -> Evaluation:
     """Sample each prompt once under `version` and score it. Runs an event loop of its own.
 
+    Several processes share the prompts, and each gets the result of all of them.
+
     `watch` is called for each prompt that has been scored, as soon as it has (None: the scorer ran
     out of time). Raises `WeightVersionError` if a token of another version appears, `DeadlineError`
     after `timeout_s` (None: never), and `RewardError` as soon as the scorer fails.
@@ -83,10 +86,15 @@ def evaluate(
         watch(prompt, completion, score)
         return completion, score
 
-    outcomes = _run(_all([one(prompt) for prompt in prompts], timeout_s))
-    completions = [completion for completion, _ in outcomes]
-    _require_version(prompts, completions, version)
-    scores = [score for _, score in outcomes]
+    def own_share() -> list[tuple[int, str, float | None]]:
+        mine = hosts.share(prompts)
+        outcomes = _run(_all([one(prompt) for prompt in mine], timeout_s))
+        completions = [completion for completion, _ in outcomes]
+        _require_version(mine, completions, version)
+        return [(len(c.tokens), c.text, score) for c, score in outcomes]
+
+    outcomes = hosts.interleave(hosts.exchange("the evaluation", own_share))
+    scores = [score for _, _, score in outcomes]
     known = [score for score in scores if score is not None]
     return Evaluation(
         version=version,
@@ -94,11 +102,11 @@ def evaluate(
         accuracy=float(np.mean([score is not None and score >= 1.0 for score in scores])),
         reward=float(np.mean(known)) if known else 0.0,
         timeouts=len(scores) - len(known),
-        completion_length=float(np.mean([len(c.tokens) for c in completions])),
+        completion_length=float(np.mean([length for length, _, _ in outcomes])),
         seconds=time.monotonic() - began,
         examples=tuple(
-            (p.text, c.text, float("nan") if s is None else s)
-            for p, c, s in zip(prompts[:5], completions, scores, strict=False)
+            (p.text, text, float("nan") if s is None else s)
+            for p, (_, text, s) in zip(prompts[:5], outcomes, strict=False)
         ),
     )
 

@@ -63,6 +63,18 @@ class Interrupts:
             signum, self._pending = self._pending, None
             raise Interrupted(signum)
 
+    @contextlib.contextmanager
+    def released(self) -> Iterator[None]:
+        """Inside `held()`, a wait that a signal may cut; so does one that came before it."""
+        held, self._held = self._held, 0
+        try:
+            if self._pending is not None:
+                signum, self._pending = self._pending, None
+                raise Interrupted(signum)
+            yield
+        finally:
+            self._held = held
+
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         if self._held and self._pending is None:
             self._pending = signum

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from jaxrl.distributed import current
 from jaxrl.errors import CheckpointError, NonFiniteError
 from jaxrl.observe.logger import get_logger
 from jaxrl.orchestration.session import Session
@@ -15,6 +17,7 @@ from jaxrl.types import WeightVersion
 _LOGGER = get_logger("orchestration")
 
 Phase = Literal["sft", "rl"]
+_SECTIONS = {"sft": "sft", "rl": "train"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +61,7 @@ def save_checkpoint(session: Session, engine: TrainEngine, place: Place) -> None
         "model": session.parts.model_meaning,
     }
     session.note_checkpoint(wait=True)
+    current().verify(f"checkpoint {number}")
     session.checkpoints.save(number, engine.state, meta, frozen=engine.frozen)
     session.checkpoint_begun(number, place.phase)
 
@@ -89,6 +93,12 @@ def restore_engine(session: Session, engine: TrainEngine, place: Place) -> None:
         checkpoints = session.checkpoints
         state, _ = checkpoints.restore(engine.abstract_state, number, frozen=engine.frozen)
     except CheckpointError as error:
+        if _keeps_moments_in_bfloat16(str(error)):
+            advice = (
+                "older releases kept the moments of bfloat16 weights in bfloat16: go on from such "
+                f'a checkpoint with {_SECTIONS[place.phase]}.moment_dtype="bfloat16"'
+            )
+            raise CheckpointError(f"{error}\n{advice}") from error.__cause__
         earlier = [step for step in session.checkpoints.steps() if step < number]
         if not earlier:
             raise
@@ -98,3 +108,8 @@ def restore_engine(session: Session, engine: TrainEngine, place: Place) -> None:
     engine.restore(state, version=place.version.number)
     session.ledger.append("resumed", version=place.version.number, digest=place.version.digest)
     _LOGGER.info("resumed %s at %s", place.phase, place.version)
+
+
+def _keeps_moments_in_bfloat16(reason: str) -> bool:
+    """Whether a checkpoint does not fit because its optimizer state is in bfloat16."""
+    return re.search(r"'opt_state/\S+' is stored as bfloat16.*has float32", reason) is not None

@@ -10,12 +10,16 @@ import jax
 import numpy as np
 
 from jaxrl.config import ExperimentConfig
+from jaxrl.distributed import current
 from jaxrl.errors import ConfigError, JaxrlError
 from jaxrl.inference.driver import Driver
+from jaxrl.models.lora import split_frozen
 from jaxrl.observe import names
 from jaxrl.observe.logger import get_logger
 from jaxrl.observe.plots import plot_metrics
+from jaxrl.orchestration import hosts
 from jaxrl.orchestration.evaluate import Evaluation, evaluate
+from jaxrl.orchestration.exchange import exchange_groups
 from jaxrl.orchestration.ledger import effective, read_ledger
 from jaxrl.orchestration.recovery import (
     Place,
@@ -29,15 +33,17 @@ from jaxrl.orchestration.session import Session
 from jaxrl.orchestration.sft import SFTTrainer
 from jaxrl.rollout.collate import collate, rows_for
 from jaxrl.rollout.collector import Collector
+from jaxrl.rollout.frontier import merged
 from jaxrl.rollout.single_turn import SingleTurn
 from jaxrl.rollout.staleness import StalenessController, require_fresh
 from jaxrl.rollout.workflow import Workflow
 from jaxrl.train.engine import TrainEngine
 from jaxrl.train.objectives import grpo_objective
 from jaxrl.train.optimizer import make_optimizer
+from jaxrl.train.reference import Reference
 from jaxrl.types import TrajectoryBatch, TrajectoryGroup, WeightVersion
 from jaxrl.weights.digest import stamp
-from jaxrl.weights.exchange import publish, snapshot
+from jaxrl.weights.exchange import publish, publish_to_processes
 
 _LOGGER = get_logger("orchestration")
 
@@ -69,6 +75,7 @@ class RLTrainer:
         self._driver: Driver | None = None
         self._digests: dict[int, str] = {}
         self._tokens_seen = 0
+        self._sampled_frozen: Any = None
 
     def __enter__(self) -> RLTrainer:
         return self
@@ -82,7 +89,7 @@ class RLTrainer:
         Returns the evaluations "before" and "after" RL. Ctrl-C or SIGTERM ends the current update,
         saves a checkpoint and raises `Interrupted`; running again goes on from there.
         """
-        with self.session.open().interrupts:
+        with self.session.open().working():
             self._start()
             if 0 < self.config.train.steps <= self.updates:
                 _LOGGER.warning(
@@ -97,8 +104,10 @@ class RLTrainer:
                         groups = self._next_batch(collector)
                         with self.session.step():
                             self._update(groups, collector)
-                except BaseException:
-                    self._save_after_failure()
+                except BaseException as error:
+                    # A checkpoint is written by all processes together, or not at all.
+                    if hosts.Agreed.on(error):
+                        self._save_after_failure()
                     raise
             self._finish()
         return self.evaluations
@@ -192,24 +201,27 @@ class RLTrainer:
             version=version,
         )
 
-    def _load_reference(self) -> Any:
+    def _load_reference(self) -> Reference | None:
         """The weights that RL began with, if the objective holds the policy near them."""
         if not self.config.algorithm.kl_coef:
             return None
+        offload = self.config.algorithm.ref_offload
         if self.updates == 0:
-            return snapshot(self._engine.params)
+            return Reference(self._engine.params, offload=offload)
         shardings = self.parts.model.shardings(self.parts.mesh)
         start, abstract = self._place.rl_start, self.parts.model.abstract
         frozen = self._engine.frozen
-        return self.session.store.restore(start, abstract, shardings, frozen=frozen)[0]
+        stored = self.session.store.restore(start, abstract, shardings, frozen=frozen)[0]
+        return Reference(stored, offload=offload)
 
     def _make_collector(self) -> Collector:
         rollout = self.config.rollout
+        processes = hosts.count()
         controller = StalenessController(
             rollout.max_staleness,
-            self.config.train.batch_size,
+            self.config.train.batch_size // processes,
             self._version.number,
-            max_concurrent=rollout.max_concurrent,
+            max_concurrent=-(-rollout.max_concurrent // processes),
         )
         workflow = self._workflow or SingleTurn(
             self._pool,
@@ -226,6 +238,7 @@ class RLTrainer:
             group_size=rollout.group_size,
             run_seed=self.config.seed,
             frontier=self._place.position or None,
+            share=(hosts.index(), processes),
             ledger=self.session.ledger.append,
             episode_timeout_s=rollout.episode_timeout_s,
             max_retries=rollout.max_retries,
@@ -234,10 +247,15 @@ class RLTrainer:
     # One update.
 
     def _next_batch(self, collector: Collector) -> list[TrajectoryGroup]:
-        groups = self.config.train.batch_size // self.config.rollout.group_size
-        return collector.next_batch(
-            self._version.number, groups, self.config.rollout.wait_timeout_s
-        )
+        """The groups of the next update, from all processes, in the order of their prompts."""
+        whole = self.config.train.batch_size // self.config.rollout.group_size
+
+        def collect() -> list[TrajectoryGroup]:
+            return collector.next_batch(
+                self._version.number, whole // hosts.count(), self.config.rollout.wait_timeout_s
+            )
+
+        return exchange_groups(collect, self._version.number, self._digests, self.session)
 
     def _update(self, groups: list[TrajectoryGroup], collector: Collector) -> None:
         """Train on the groups, publish the new weights, let the collector go on."""
@@ -247,7 +265,8 @@ class RLTrainer:
         metrics = self._engine.update(batch, self._extras(batch))
         # The device works meanwhile.
         self.session.ledger.consumed(groups, trained)
-        self.session.run_dir.write_trajectories(trained, groups, self._digests)
+        if hosts.index() == 0:
+            self.session.run_dir.write_trajectories(trained, groups, self._digests)
         require_finite(metrics, trained)
         self._publish()
         self.session.ledger.append(
@@ -255,7 +274,8 @@ class RLTrainer:
         )
         # Before anything slow: the sampler waits for this, nobody waits for the rest.
         collector.set_version(self._version.number)
-        self._place = Place("rl", self._version, collector.frontier(), self._place.rl_start)
+        frontier = merged(hosts.exchange("the frontier", collector.frontier))
+        self._place = Place("rl", self._version, frontier, self._place.rl_start)
         self._log(groups, metrics, collector, time.monotonic() - began)
         self._periodic()
 
@@ -279,11 +299,11 @@ class RLTrainer:
     def _extras(self, batch: TrajectoryBatch) -> dict[str, jax.Array]:
         if self._reference is None:
             return {}
-        return {"ref_logp": self._engine.logprobs(batch, self._reference)}
+        return {"ref_logp": self._engine.logprobs(batch, self._reference.params())}
 
     def _publish(self) -> None:
         """Hand the engine's weights to the sampler as the version that they are."""
-        copy, self._version = publish(self._engine.params, self._engine.version)
+        copy, self._version = self._copy()
         if self._driver is None:
             self._pool = make_pool(self.config)
             longest = 0 if self._workflow is None else self._longest
@@ -295,6 +315,21 @@ class RLTrainer:
         self._digests = {n: digest for n, digest in self._digests.items() if n >= oldest}
         self._digests[self._version.number] = self._version.digest
         self.session.ledger.published(self._version, where="memory")
+
+    def _copy(self) -> tuple[Any, WeightVersion]:
+        """What the sampler of this process gets, and its version."""
+        params, number = self._engine.params, self._engine.version
+        if hosts.count() == 1:
+            return publish(params, number)
+        copy, version = publish_to_processes(
+            params,
+            number,
+            self.parts.sampler_meshes,
+            self.parts.model.shardings(self.parts.sampler_mesh),
+            frozen=self._sampled_frozen,
+        )
+        _, self._sampled_frozen = split_frozen(copy)
+        return copy, version
 
     def _periodic(self) -> None:
         """Evaluation, checkpoint and version on disk where they are due."""
@@ -318,7 +353,8 @@ class RLTrainer:
     ) -> None:
         trajectories = [t for group in groups for t in group.trajectories]
         rewards = np.array([t.reward for t in trajectories])
-        now, generated = time.monotonic(), self._driver.stats().tokens
+        now = time.monotonic()
+        generated = sum(hosts.exchange("the tokens", lambda: self._driver.stats().tokens))
         elapsed, self._logged_at = now - self._logged_at, now
         fresh, self._tokens_seen = generated - self._tokens_seen, generated
         self.session.tracker.log(
@@ -359,12 +395,16 @@ class RLTrainer:
 
     def _recall(self, when: str) -> Evaluation | None:
         """An evaluation that this run made before it was interrupted."""
-        for record in effective(read_ledger(self.session.run_dir.ledger)):
+        records = hosts.from_first(
+            "reading the ledger", lambda: effective(read_ledger(self.session.run_dir.ledger))
+        )
+        for record in records:
             if record["event"] == "evaluated" and record.get("when") == when:
                 return Evaluation.from_record(record)
         return None
 
     def _store_version(self) -> None:
+        current().verify(f"version {self._version.number}")
         self.session.store.publish(self._engine.params, self._version)
         self.session.ledger.published(self._version, where="store")
 
@@ -389,7 +429,7 @@ class RLTrainer:
         self.session.note_checkpoint(wait=True)
         self.session.ledger.append("finished", version=self._version.number)
         self.session.tracker.flush()
-        if self.config.observe.plots:
+        if self.config.observe.plots and hosts.index() == 0:
             try:
                 plot_metrics(self.session.metrics_path, self.session.run_dir.plots / "metrics.png")
             except JaxrlError as error:

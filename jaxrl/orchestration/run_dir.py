@@ -81,6 +81,10 @@ class RunDir:
     def __exit__(self, *exc: object) -> None:
         self.release()
 
+    def ledger_of(self, process: int) -> Path:
+        """Where a process of the run writes its events; the first one's is the run's."""
+        return self.path / f"ledger.process-{process}.jsonl" if process else self.ledger
+
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Write config.json; one that differs stays beside it as config.1.json, config.2.json, …"""
         data = (json.dumps(config, indent=2, default=str) + "\n").encode()

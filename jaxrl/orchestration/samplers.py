@@ -16,6 +16,7 @@ from jaxrl.data.streaming import TextDecoder
 from jaxrl.errors import RequestError
 from jaxrl.inference.driver import Driver
 from jaxrl.inference.engine import Engine
+from jaxrl.orchestration import hosts
 from jaxrl.orchestration.session import Parts
 from jaxrl.rewards.pool import RewardPool
 from jaxrl.types import Completion, SamplingParams, WeightVersion
@@ -25,23 +26,15 @@ def make_engine(parts: Parts, max_length: int = 0) -> Engine:
     """The decode engine: the cache holds `max_length` tokens a slot, by default the longest prompt
     and completion of the config."""
     config = parts.config
-    longest = max(config.rollout.max_new_tokens, config.eval_new_tokens)
     return Engine(
         parts.model,
-        slots=config.rollout.slots,
-        max_length=max_length or config.data.max_prompt_tokens + longest,
-        prefill_buckets=prompt_buckets(config),
+        slots=config.rollout.slots // hosts.count(),
+        max_length=max_length or config.longest_sampled,
+        prefill_buckets=config.prompt_buckets,
         steps_per_dispatch=config.rollout.steps_per_dispatch,
         max_stop_tokens=max(8, len(parts.stop_ids)),
-        mesh=parts.mesh,
+        mesh=parts.sampler_mesh,
     )
-
-
-def prompt_buckets(config: ExperimentConfig) -> tuple[int, ...]:
-    """Prompt lengths to compile for: those of the config, or powers of two and the longest."""
-    longest = config.data.max_prompt_tokens
-    powers = tuple(1 << i for i in range(3, 32) if 1 << i < longest)
-    return config.rollout.prefill_buckets or (*powers, longest)
 
 
 def make_driver(
@@ -78,10 +71,10 @@ def make_driver_for(
             f"prompt of {longest} tokens + {new_tokens} new ones = {longest + new_tokens} is "
             f"beyond the {most} tokens that the model takes (model.max_length)"
         )
-    buckets = [*(b for b in prompt_buckets(config) if b < most), most]
+    buckets = [*(b for b in config.prompt_buckets if b < most), most]
     needed = sorted({next(b for b in buckets if b >= len(prompt)) for prompt in prompts})
     length = min(needed[-1] + new_tokens, most)
-    shards = parts.row_shards
+    shards = parts.slot_shards
     engine = Engine(
         parts.model,
         slots=-(-min(config.rollout.slots, len(prompts)) // shards) * shards,

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import operator
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,9 @@ from jaxrl.config.serialize import load_config, to_dict, to_record
 from jaxrl.data.examples import load_examples
 from jaxrl.data.prompts import PromptStream, eval_prompts
 from jaxrl.data.tokenizers import Tokenizer, load_tokenizer
+from jaxrl.distributed import current
 from jaxrl.errors import CheckpointError, ConfigError
+from jaxrl.models.check import check_mesh
 from jaxrl.models.lora import base_model
 from jaxrl.models.model import Model, build_model, init_params
 from jaxrl.models.safetensors import check_folder, load_params
@@ -30,11 +33,12 @@ from jaxrl.observe.logger import get_logger, setup_logging
 from jaxrl.observe.progress import Progress
 from jaxrl.observe.tracker import Tracker, Writer
 from jaxrl.observe.writers import JsonlWriter, TensorBoardWriter
+from jaxrl.orchestration import hosts
 from jaxrl.orchestration.interrupts import Interrupts
 from jaxrl.orchestration.ledger import Ledger, effective, read_ledger
 from jaxrl.orchestration.run_dir import RunDir
 from jaxrl.rewards.scorers import load_scorer
-from jaxrl.sharding import make_mesh
+from jaxrl.sharding import DEFAULT_RULES, make_mesh, process_meshes
 from jaxrl.train.checkpoint import CheckpointStore
 from jaxrl.types import Prompt
 from jaxrl.weights.store import WeightStore
@@ -70,18 +74,23 @@ class Parts:
             model.vocab_size,
             f"0 or at least {size}, the ids of data.tokenizer={config.data.tokenizer!r}",
         )
-        try:
-            self.model.shardings(self.mesh)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
+        check_mesh(self.model.config, self.mesh.shape, length=config.row_length)
         if model.weights:
             check_folder(model.weights, base_model(self.model))
-        shards, slots = self.row_shards, config.rollout.slots
-        rule = f"a multiple of mesh.data x mesh.fsdp = {shards}"
-        demand(slots % shards == 0, "rollout.slots", slots, rule)
-        parts = self.mesh.shape["context"]
-        rule = f"a multiple of mesh.context={parts}"
-        demand(config.row_length % parts == 0, "train.row_length", config.row_length, rule)
+        self._check_samplers()
+
+    def _check_samplers(self) -> None:
+        """Slots and the prompts of an update divide among processes and devices."""
+        rollout, train, processes = self.config.rollout, self.config.train, hosts.count()
+        shards = self.slot_shards
+        rule = f"a multiple of {shards}, the parts of the mesh that have slots of their own"
+        if processes > 1:
+            rule = f"a multiple of {processes} processes x {shards} parts of a process's devices"
+        slots = rollout.slots
+        demand(slots % (processes * shards) == 0, "rollout.slots", slots, rule)
+        size = train.batch_size
+        rule = f"a multiple of {processes} processes x rollout.group_size={rollout.group_size}"
+        demand(size % (processes * rollout.group_size) == 0, "train.batch_size", size, rule)
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
@@ -142,10 +151,40 @@ class Parts:
         except ValueError as error:
             raise ConfigError(f"mesh: {error}") from None
 
+    @functools.cached_property
+    def sampler_meshes(self) -> tuple[Mesh, ...]:
+        """The mesh that each process samples on, over its own devices. Raises `ConfigError`.
+
+        Weights are split on it as on the trainer's mesh, as far as one process's devices go.
+        """
+        if hosts.count() == 1:
+            return (self.mesh,)
+        shape, owned = self.mesh.shape, jax.local_device_count()
+        inner = {name: shape[name] for name in ("tensor", "expert", "expert_tensor")}
+        together = math.prod(inner.values())
+        if owned % together:
+            written = " x ".join(f"mesh.{name}={size}" for name, size in inner.items() if size > 1)
+            raise ConfigError(
+                f"{written} must divide the {owned} devices of each process: every process samples "
+                "on its own devices"
+            )
+        fsdp = math.gcd(shape["fsdp"], owned // together)
+        return process_meshes(data=-1, fsdp=fsdp, **inner)
+
+    @property
+    def sampler_mesh(self) -> Mesh:
+        """The mesh that this process samples on."""
+        return self.sampler_meshes[hosts.index() if hosts.count() > 1 else 0]
+
     @property
     def row_shards(self) -> int:
         """Among how many devices the rows of a batch are divided."""
-        return self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+        return DEFAULT_RULES.shards(self.mesh, "batch")
+
+    @property
+    def slot_shards(self) -> int:
+        """Among how many devices of this process the slots of its sampler are divided."""
+        return DEFAULT_RULES.shards(self.sampler_mesh, "slots")
 
     @functools.cached_property
     def train_examples(self) -> Sequence[Any]:
@@ -176,7 +215,11 @@ class Parts:
 
 
 class Session:
-    """An open run: everything that writes. Use as a context manager, or `open` and `close`."""
+    """An open run: everything that writes. Use as a context manager, or `open` and `close`.
+
+    Of several processes the first one writes; the others write weights and checkpoints with it,
+    and `ledger.process-N.jsonl` and a log of their own.
+    """
 
     def __init__(self, config: ExperimentConfig, devices: Sequence[jax.Device] | None = None):
         self.config = config
@@ -196,9 +239,23 @@ class Session:
         """
         if self._stack is not None:
             return self
-        self.parts.check()
         with ExitStack() as stack:
-            stack.enter_context(self.run_dir)
+            # Processes tell each other about their devices at the first use: all at once, now.
+            jax.devices()
+            # The others come after the first, which takes the directory for all of them.
+            for turn in (hosts.index() == 0, hosts.index() > 0):
+                hosts.together("opening the run", lambda turn=turn: self._enter(stack, turn))
+            self._stack = stack.pop_all()
+        return self
+
+    def _enter(self, stack: ExitStack, turn: bool) -> bytes:
+        """Open everything if it is this process's turn."""
+        if turn:
+            self.parts.check()
+            if hosts.index() == 0:
+                stack.enter_context(self.run_dir)
+            if hosts.count() > 1:
+                current().set_logs(self.run_dir.logs)
             self.checkpoints = CheckpointStore(
                 self.run_dir.checkpoints, keep=self.config.checkpoint.keep
             )
@@ -210,12 +267,12 @@ class Session:
                 self.run_dir.logs / f"process-{jax.process_index()}.log",
             )
             enable_compilation_cache(self.config.observe.compilation_cache)
-            self._write_config()
-            self.ledger = stack.enter_context(Ledger(self.run_dir.ledger))
+            if hosts.index() == 0:
+                self._write_config()
+            self.ledger = stack.enter_context(Ledger(self.run_dir.ledger_of(hosts.index())))
             self.store = WeightStore(self.run_dir.weights)
             self.tracker = stack.enter_context(Tracker(self._writers()))
-            self._stack = stack.pop_all()
-        return self
+        return b""
 
     def close(self) -> None:
         """Write what is kept and let other runs into the directory; may be repeated."""
@@ -248,6 +305,22 @@ class Session:
         self._saving = None
         self.ledger.append("checkpointed", **saving)
         _LOGGER.info("checkpoint at version %d", saving["version"])
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """The run trains: signals interrupt it. With several processes only where all of them
+        learn of it: in `hosts.together`, within `interrupts.released()`."""
+        with self.interrupts, self.interrupts.held() if hosts.count() > 1 else nullcontext():
+            yield
+
+    def stop_if_asked(self) -> None:
+        """Raise `Interrupted` on every process if a signal came to one of them."""
+        if hosts.count() > 1:
+            hosts.together("looking for signals", self._look)
+
+    def _look(self) -> bytes:
+        with self.interrupts.released():
+            return b""
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -329,6 +402,8 @@ class Session:
 
     def _writers(self) -> list[Writer]:
         observe = self.config.observe
+        if hosts.index() > 0:
+            return []
         writers: list[Writer] = [JsonlWriter(self.metrics_path)]
         if observe.tensorboard:
             writers.append(TensorBoardWriter(self.run_dir.metrics / "tensorboard"))

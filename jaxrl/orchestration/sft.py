@@ -11,6 +11,7 @@ from jaxrl.config import ExperimentConfig
 from jaxrl.data.supervised import SupervisedBatches, careless
 from jaxrl.errors import NonFiniteError
 from jaxrl.observe import names
+from jaxrl.orchestration import hosts
 from jaxrl.orchestration.recovery import (
     Place,
     latest_place,
@@ -77,6 +78,7 @@ class SFTTrainer:
             sft_objective(logprob_chunk=config.train.logprob_chunk),
             mesh=parts.mesh,
             micro_batches=sft.micro_batches,
+            name="supervised step",
         )
 
     def __enter__(self) -> SFTTrainer:
@@ -98,7 +100,7 @@ class SFTTrainer:
             self.batches.restore(place.position)
         else:
             session.ledger.append("started", version=0)
-        with session.interrupts:
+        with session.working():
             try:
                 while self.engine.version < self.config.sft.steps:
                     with session.step():
@@ -108,8 +110,10 @@ class SFTTrainer:
             except NonFiniteError:
                 # What is on disk is good, what is in memory is not known to be.
                 raise
-            except BaseException:
-                self._save()
+            except BaseException as error:
+                # A checkpoint is written by all processes together, or not at all.
+                if hosts.Agreed.on(error):
+                    self._save()
                 raise
             version = self._save()
         session.tracker.flush()
@@ -117,6 +121,7 @@ class SFTTrainer:
 
     def _update(self) -> None:
         began, step = time.monotonic(), self.engine.version
+        self.session.stop_if_asked()
         batch = next(self.batches)
         metrics = self.engine.update(batch)
         # Of the update before: the device has finished that one, so nobody waits.

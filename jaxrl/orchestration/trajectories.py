@@ -13,7 +13,7 @@ import json
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -50,7 +50,9 @@ def encode_trajectories(
     return buffer.getvalue()
 
 
-def decode_trajectories(path: Path | str) -> tuple[list[TrajectoryGroup], dict[int, str]]:
+def decode_trajectories(
+    path: Path | str | IO[bytes],
+) -> tuple[list[TrajectoryGroup], dict[int, str]]:
     """Groups, and version -> digest. Raises `DataError` if the file is missing or malformed."""
     try:
         with np.load(path, allow_pickle=False) as file:

@@ -52,20 +52,22 @@ class Collector:
         group_size: int,
         run_seed: int,
         frontier: Mapping[str, Any] | None = None,
+        share: tuple[int, int] = (0, 1),
         ledger: Callable[..., Any] | None = None,
         episode_timeout_s: float = 120.0,
         max_retries: int = 2,
     ):
         """`ledger(event, **fields)` is told of "dispatched", "accepted", "rejected", "dropped".
 
-        `frontier` continues where `frontier()` of an earlier collector stood. Episodes wait for
-        free slots of the driver within `episode_timeout_s`.
+        `frontier` continues where `frontier()` of an earlier collector stood. Of `share[1]`
+        collectors this one takes the prompts `share[0]`, `share[0]` + `share[1]`, … Episodes wait
+        for free slots of the driver within `episode_timeout_s`.
         """
         controller.check_group(group_size)
         self._prompts = prompts
         self._controller = controller
         self._group_size = group_size
-        self._frontier = Frontier(frontier)
+        self._frontier = Frontier(frontier, first=share[0], step=share[1])
         self._record = ledger or (lambda event, **fields: None)
         self._runner = EpisodeRunner(
             sampler, workflow, run_seed, episode_timeout_s, max_retries, self._on_retry

@@ -10,16 +10,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxrl.sharding.mesh import AXES, make_mesh
-    from jaxrl.sharding.placement import place, reshard, shardings_of
+    from jaxrl.sharding.mesh import AXES, make_mesh, process_meshes
+    from jaxrl.sharding.placement import copy_to_processes, place, reshard, shardings_of
     from jaxrl.sharding.report import bytes_per_device, describe
     from jaxrl.sharding.rules import DEFAULT_RULES, Rules
 
 _HOME = {
     "AXES": "mesh",
     "make_mesh": "mesh",
+    "process_meshes": "mesh",
     "DEFAULT_RULES": "rules",
     "Rules": "rules",
+    "copy_to_processes": "placement",
     "place": "placement",
     "reshard": "placement",
     "shardings_of": "placement",
@@ -32,9 +34,11 @@ __all__ = [
     "DEFAULT_RULES",
     "Rules",
     "bytes_per_device",
+    "copy_to_processes",
     "describe",
     "make_mesh",
     "place",
+    "process_meshes",
     "reshard",
     "shardings_of",
 ]

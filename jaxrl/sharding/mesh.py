@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
@@ -35,7 +35,7 @@ def make_mesh(
     """
     devices = list(jax.devices() if devices is None else devices)
     sizes = dict(zip(AXES, (data, fsdp, context, tensor, expert, expert_tensor), strict=True))
-    shape = _resolve(sizes, len(devices))
+    shape = resolve_sizes(sizes, len(devices))
     grid = mesh_utils.create_device_mesh(
         shape, np.asarray(devices, dtype=object), allow_split_physical_axes=True
     )
@@ -43,8 +43,19 @@ def make_mesh(
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def _resolve(sizes: dict[str, int], n_devices: int) -> tuple[int, ...]:
-    """Axis sizes with a -1 replaced, checked against the number of devices."""
+def process_meshes(**sizes: int) -> tuple[Mesh, ...]:
+    """One mesh of those `sizes` (as for `make_mesh`) for each process, over its own devices.
+
+    Every process gets the same list. Raises `ValueError` as `make_mesh` does.
+    """
+    owned: dict[int, list[jax.Device]] = {}
+    for device in jax.devices():
+        owned.setdefault(device.process_index, []).append(device)
+    return tuple(make_mesh(**sizes, devices=owned[process]) for process in sorted(owned))
+
+
+def resolve_sizes(sizes: Mapping[str, int], n_devices: int) -> tuple[int, ...]:
+    """Axis sizes with a -1 replaced, checked against the number of devices as in `make_mesh`."""
     if n_devices == 0:
         raise ValueError("devices=[]: a mesh needs at least one device")
     for name, size in sizes.items():

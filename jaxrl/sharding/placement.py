@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 
 from jaxrl.sharding.rules import LogicalAxes, Rules
 
@@ -77,6 +77,28 @@ def reshard(tree: Tree, shardings: Tree | Sharding) -> Tree:
         for i, out in zip(indices, copy([moved[i] for i in indices]), strict=True):
             copied[i] = out
     return treedef.unflatten(copied)
+
+
+def copy_to_processes(tree: Tree, meshes: Sequence[Mesh], shardings: Tree) -> Tree:
+    """A whole copy of `tree`, whose arrays may be spread over processes, for each process.
+
+    `meshes` as from `process_meshes`, `shardings` on this process's own; so is what comes back,
+    which shares no memory with `tree`. Every process has to call it: the copies are made by
+    collectives between devices, and no host holds an array.
+    """
+    grid = np.stack([mesh.devices for mesh in meshes])
+    axes = (_PROCESS, *meshes[0].axis_names)
+    everywhere = Mesh(grid, axes, axis_types=(AxisType.Auto,) * len(axes))
+    spread = jax.tree.map(lambda own: NamedSharding(everywhere, own.spec), shardings)
+
+    def own_part(copy: jax.Array, own: NamedSharding) -> jax.Array:
+        parts = [shard.data for shard in copy.addressable_shards]
+        return jax.make_array_from_single_device_arrays(copy.shape, own, parts)
+
+    return jax.tree.map(own_part, reshard(tree, spread), shardings)
+
+
+_PROCESS = "process"  # of the mesh over all processes' meshes
 
 
 def path_name(path: tuple) -> str:

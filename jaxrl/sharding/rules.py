@@ -111,11 +111,13 @@ def _checked(name: str, axes: MeshAxes) -> MeshAxes:
     return (axes[0] if len(axes) == 1 else tuple(axes)) if axes else None
 
 
+_ROWS = ("data", "fsdp", "expert", "expert_tensor")
 DEFAULT_RULES = Rules(
     {
         # weights
         "vocab": "tensor",
-        "embed": "fsdp",
+        # Every axis that splits tokens also splits the weights that all tokens go through.
+        "embed": ("fsdp", "context", "expert", "expert_tensor"),
         "heads": "tensor",
         "kv_heads": "tensor",
         "head_dim": None,
@@ -123,10 +125,16 @@ DEFAULT_RULES = Rules(
         "layers": None,
         "experts": "expert",
         "expert_mlp": ("tensor", "expert_tensor"),
+        "expert_embed": ("fsdp", "context"),
         # activations
-        "batch": ("data", "fsdp"),
+        "batch": _ROWS,
         "length": "context",
+        # the residual stream and its norms, between what is split by tensor
+        "residual": ("context", "tensor"),
+        # rows of a cache: a step of decoding has no length that `context` could split
+        "slots": ("data", "fsdp", "context", "expert", "expert_tensor"),
     }
 )
-"""Rules for the logical axes of `jaxrl.models`: fully sharded data parallel, and tensor
-parallel."""
+"""Rules for the logical axes of `jaxrl.models`: weights and their optimizer state are split over
+all axes but `data`; rows of a batch over `data`, `fsdp`, `expert` and `expert_tensor`, of which the
+last two mean more to experts; what is between over `context` and `tensor`."""

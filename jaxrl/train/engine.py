@@ -10,29 +10,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
+from jaxrl.distributed import current
 from jaxrl.models.lora import join_frozen, split_frozen
 from jaxrl.models.model import Model
 from jaxrl.sharding import DEFAULT_RULES, Rules, make_mesh
 from jaxrl.train.objectives import Objective
 from jaxrl.train.optimizer import Optimizer
 from jaxrl.train.state import TrainState
-from jaxrl.train.step import make_step
+from jaxrl.train.step import ROWS, jit_step
 from jaxrl.types import TrajectoryBatch
 from jaxrl.weights.disk import check_tensors, tensors_of
 from jaxrl.weights.exchange import copy_to
-
-_ROWS = (None, "batch", "length")  # logical axes of the arrays [M, R/M, T] of a batch
 
 
 class TrainEngine:
     """Weights and optimizer state on `mesh` (None: the first device), changed by `update` only.
 
     Of a model with adapters only these are trained. What is trained of `params` is copied at the
-    door, so the caller's stay valid. `version` is the number of the
-    weights that come in. Raises `ValueError` if the mesh cannot split the model, and
-    `CheckpointError` if `params` are not those of `model`.
+    door, so the caller's stay valid. `version` is the number of the weights that come in, `name`
+    what the step is called where several processes compare it. Raises `ValueError` if the mesh
+    cannot split the model, and `CheckpointError` if `params` are not those of `model`.
     """
 
     def __init__(
@@ -46,6 +45,7 @@ class TrainEngine:
         micro_batches: int = 1,
         rules: Rules = DEFAULT_RULES,
         version: int = 0,
+        name: str = "train step",
     ):
         if micro_batches < 1:
             raise ValueError(f"micro_batches={micro_batches} must be at least 1")
@@ -54,22 +54,15 @@ class TrainEngine:
         self.mesh = make_mesh(devices=jax.local_devices()[:1]) if mesh is None else mesh
         self.micro_batches = micro_batches
         self._version = version
-        trained_like, _ = split_frozen(model.abstract)
-        trained_to, frozen_to = split_frozen(model.shardings(self.mesh, rules))
+        _, frozen_to = split_frozen(model.shardings(self.mesh, rules))
         trained, frozen = split_frozen(params)
-        self._shardings = _state_shardings(trained_like, trained_to, optimizer, self.mesh)
+        self._update, self._shardings = jit_step(
+            model, optimizer, objective, mesh=self.mesh, rules=rules
+        )
+        # With several processes: all must have compiled the same program before it first runs.
+        self._name, self._update = name, current().checked(self._update, name=name)
         self._state = self._initial_state(trained, optimizer)
         self._frozen = jax.device_put(frozen, frozen_to)
-        step = make_step(
-            model,
-            optimizer,
-            objective,
-            mesh=self.mesh,
-            rules=rules,
-            param_shardings=self._shardings.params,
-        )
-        replicated = NamedSharding(self.mesh, PartitionSpec())
-        self._update = jax.jit(step, donate_argnums=0, out_shardings=(self._shardings, replicated))
 
     @property
     def version(self) -> int:
@@ -123,6 +116,7 @@ class TrainEngine:
         if missing:
             raise ValueError(f"the objective needs {', '.join(missing)} in extras")
         arrays = self._place({**batch.arrays(), **extras})
+        current().enter(self._name, step=self._version)
         self._state, metrics = self._update(self._state, self._frozen, arrays)
         self._version += 1
         return metrics
@@ -135,6 +129,7 @@ class TrainEngine:
         """
         arrays = batch.arrays()
         inputs = {name: arrays[name] for name in ("tokens", "positions", "segment_ids")}
+        current().enter("log-probabilities", step=self._version)
         return self._logprobs(self.params if params is None else params, self._place(inputs))
 
     def restore(self, state: TrainState, *, version: int) -> None:
@@ -157,7 +152,7 @@ class TrainEngine:
             logp = jax.lax.map(functools.partial(one, params), batch)
             return logp.reshape(-1, logp.shape[-1])
 
-        return jax.jit(run)
+        return current().checked(jax.jit(run), name="log-probabilities")
 
     def _initial_state(self, params: Any, optimizer: Any) -> TrainState:
         params = copy_to(params, self._shardings.params)
@@ -170,8 +165,8 @@ class TrainEngine:
     def _place(self, arrays: Mapping[str, Any]) -> dict[str, jax.Array]:
         """Arrays [R, T] -> [M, R/M, T] on the mesh, rows split over the data axes."""
         rows, length = arrays["tokens"].shape
-        sharding = self.rules.sharding(self.mesh, _ROWS)
-        data, context = (self.rules.shards(self.mesh, axis) for axis in _ROWS[1:])
+        sharding = self.rules.sharding(self.mesh, ROWS)
+        data, context = (self.rules.shards(self.mesh, axis) for axis in ROWS[1:])
         if rows % (self.micro_batches * data):
             raise ValueError(
                 f"rows={rows} must be divisible by {self.micro_batches * data}: "
@@ -189,17 +184,11 @@ class TrainEngine:
                 # A copy, because device_put may keep a view of the caller's memory on CPU.
                 array = np.array(array)
             micro[name] = array.reshape(self.micro_batches, -1, length)
-        return jax.device_put(micro, sharding)
+        return {name: _onto(array, sharding) for name, array in micro.items()}
 
 
-def _state_shardings(abstract: Any, params: Any, optimizer: Any, mesh: Mesh) -> TrainState:
-    """Moments lie where their weights do, `params`; everything else is on every device."""
-    replicated = NamedSharding(mesh, PartitionSpec())
-    opt_state = optax.tree_utils.tree_map_params(
-        optimizer,
-        lambda leaf, sharding: sharding,
-        jax.eval_shape(optimizer.init, abstract),
-        params,
-        transform_non_params=lambda leaf: replicated,
-    )
-    return TrainState(params, opt_state, replicated)
+def _onto(array: np.ndarray | jax.Array, sharding: NamedSharding) -> jax.Array:
+    """The array under `sharding`; of a host's array each process takes what its devices hold."""
+    if isinstance(array, jax.Array) or sharding.is_fully_addressable:
+        return jax.device_put(array, sharding)
+    return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)

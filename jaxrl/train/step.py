@@ -9,16 +9,86 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl.models.lora import join_frozen
+from jaxrl.models.lora import join_frozen, split_frozen
 from jaxrl.models.model import Model
-from jaxrl.sharding import Rules
+from jaxrl.sharding import DEFAULT_RULES, Rules
 from jaxrl.train.objectives import Batch, Metrics, Objective
 from jaxrl.train.optimizer import Optimizer
-from jaxrl.train.state import TrainState
+from jaxrl.train.state import TrainState, abstract_state, state_shardings
+
+ROWS = (None, "batch", "length")
+"""Logical axes of the arrays [M, R/M, T] of a batch."""
+
+_FIELDS = {
+    "tokens": jnp.int32,
+    "positions": jnp.int32,
+    "segment_ids": jnp.int32,
+    "loss_mask": jnp.bool_,
+    "loss_weights": jnp.float32,
+    "advantages": jnp.float32,
+    "behavior_logp": jnp.float32,
+    "versions": jnp.int32,
+}
+"""The arrays of `TrajectoryBatch`, and their types."""
 
 Step = Callable[[TrainState, Any, Batch], tuple[TrainState, dict[str, jax.Array]]]
+
+
+def jit_step(
+    model: Model,
+    optimizer: Optimizer | optax.GradientTransformation,
+    objective: Objective,
+    *,
+    mesh: Mesh,
+    rules: Rules = DEFAULT_RULES,
+) -> tuple[Any, TrainState]:
+    """(the jitted step, the shardings of its state), as `TrainEngine` runs it; see `make_step`.
+
+    Raises `ValueError` if the mesh cannot split the model.
+    """
+    abstract, _ = split_frozen(model.abstract)
+    trained, _ = split_frozen(model.shardings(mesh, rules))
+    shardings = state_shardings(abstract, trained, optimizer, mesh)
+    step = make_step(
+        model, optimizer, objective, mesh=mesh, rules=rules, param_shardings=shardings.params
+    )
+    out = (shardings, NamedSharding(mesh, PartitionSpec()))
+    return jax.jit(step, donate_argnums=0, out_shardings=out), shardings
+
+
+def lower_step(
+    model: Model,
+    optimizer: Optimizer | optax.GradientTransformation,
+    objective: Objective,
+    *,
+    mesh: Mesh,
+    rows: int,
+    length: int,
+    micro_batches: int = 1,
+    rules: Rules = DEFAULT_RULES,
+) -> jax.stages.Lowered:
+    """The program of `TrainEngine.update` for batches [rows, length], without any weights.
+
+    The devices of `mesh` may be those of a topology that nobody has.
+    """
+    jitted, shardings = jit_step(model, optimizer, objective, mesh=mesh, rules=rules)
+    abstract, frozen = split_frozen(model.abstract)
+    state = abstract_state(abstract, shardings, optimizer)
+    _, frozen_to = split_frozen(model.shardings(mesh, rules))
+    frozen = jax.tree.map(
+        lambda x, to: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to), frozen, frozen_to
+    )
+    batch = {
+        name: jax.ShapeDtypeStruct(
+            (micro_batches, rows // micro_batches, length),
+            dtype,
+            sharding=rules.sharding(mesh, ROWS),
+        )
+        for name, dtype in {**_FIELDS, **dict.fromkeys(objective.needs, jnp.float32)}.items()
+    }
+    return jitted.lower(state, frozen, batch)
 
 
 def make_step(

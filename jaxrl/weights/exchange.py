@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Sharding
+from jax.sharding import Mesh, Sharding
 
 from jaxrl.errors import WeightVersionError
 from jaxrl.models.lora import join_frozen, split_frozen
-from jaxrl.sharding import reshard
+from jaxrl.sharding import copy_to_processes, reshard
 from jaxrl.types import WeightVersion
 from jaxrl.weights.digest import stamp
 
@@ -37,6 +38,22 @@ def publish(
     # The copy is dispatched first, so that devices are busy while the host waits for the digest.
     copy = snapshot(params) if shardings is None else copy_to(params, shardings)
     return copy, stamp(params, number)
+
+
+def publish_to_processes(
+    params: Any, number: int, meshes: Sequence[Mesh], shardings: Any, *, frozen: Any = None
+) -> tuple[Any, WeightVersion]:
+    """`publish` of weights that are spread over processes: each gets a whole copy under
+    `shardings`, on its own mesh among `meshes`; see `sharding.copy_to_processes`.
+
+    `frozen` is the frozen part of an earlier copy, which is then taken as it is.
+    """
+    trained, rest = split_frozen(params)
+    to, rest_to = split_frozen(shardings)
+    copy = copy_to_processes(trained, meshes, to)
+    if frozen is None:
+        frozen = copy_to_processes(rest, meshes, rest_to)
+    return join_frozen(copy, frozen), stamp(params, number)
 
 
 def snapshot(params: Any) -> Any:

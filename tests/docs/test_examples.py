@@ -101,6 +101,12 @@ def test_rewards_page_examples_run(examples):
     assert (used["result"].outcome, used["result"].value) == ("ok", 1.0)
 
 
+def test_meshes_page_example_runs(examples):
+    (check,) = examples("docs/meshes.md")
+
+    run(check)
+
+
 def test_weights_page_example_runs(examples):
     (store,) = examples("docs/weights.md")[:1]
     model = build_model(ModelConfig(**_MODEL, vocab_size=32, max_length=16))

@@ -30,6 +30,7 @@ FLOORS = {
     "inference": 4,
     "rollout": 5,
     "serving": 5,
+    "planning": 6,
     "orchestration": 6,
     "cli": 7,
     "__main__": 8,

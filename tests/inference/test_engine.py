@@ -239,14 +239,23 @@ def test_attention_over_a_part_of_the_cache_changes_nothing(tiny, prompts):
         np.testing.assert_allclose(*logps, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("scan_layers", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_results_on_a_mesh_equal_those_of_one_device(tiny, prompts, tiny_config, scan_layers):
+@pytest.mark.parametrize(
+    ("axes", "scan_layers"),
+    [
+        ({"data": 4, "tensor": 2}, False),
+        pytest.param({"data": 4, "tensor": 2}, True, marks=pytest.mark.slow),
+        pytest.param({"context": 2, "expert": 2, "tensor": 2}, False, marks=pytest.mark.slow),
+        pytest.param({"fsdp": 2, "expert_tensor": 2, "tensor": 2}, True, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_results_on_a_mesh_equal_those_of_one_device(tiny, prompts, tiny_config, axes, scan_layers):
     model = tiny.model
     weights = tiny.params[0]
     if scan_layers:
         model = build_model(dataclasses.replace(tiny_config, scan_layers=True))
         weights = stack_layers(weights)
-    mesh = make_mesh(data=4, tensor=2)
+    mesh = make_mesh(**axes)
     engine = Engine(
         model,
         slots=4,

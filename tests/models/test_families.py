@@ -11,7 +11,8 @@ import pytest
 from flax import nnx
 
 from jaxrl.config import ModelConfig
-from jaxrl.models.experts import Experts, Weights
+from jaxrl.models.dispatch import Weights
+from jaxrl.models.experts import Experts
 from jaxrl.models.layers import Declare
 from jaxrl.models.model import build_model, forward, init_cache, sequence_logprobs, stack_layers
 from jaxrl.sharding import DEFAULT_RULES, make_mesh, place
@@ -94,9 +95,9 @@ def test_experts_both_ways_of_computing_give_the_same_numbers_and_gradients(norm
     weights = jax.tree.map(lambda leaf: jax.random.normal(next(keys), leaf.shape), state)
     experts = nnx.merge(graphdef, weights)
     x = jax.random.normal(next(keys), (2, 5, 16))
-    shares, chosen = experts._route(x)
+    shares, chosen = experts._route(x, experts.router[...])
     target = jax.random.normal(next(keys), x.shape)
-    weights = Weights(experts.gate[...], experts.up[...], experts.down[...])
+    weights = Weights(*(getattr(experts, name)[...] for name in Weights._fields))
 
     def value(way):
         def loss(x, shares, weights):

@@ -64,21 +64,35 @@ def test_sharded_logprobs_and_gradients_equal_one_device(make_model, make_tokens
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("scan_layers", [False, True])
-def test_sharded_prefill_and_decode_equal_one_device(make_model, make_tokens, scan_layers):
-    mesh = make_mesh(data=2, fsdp=2, tensor=2)
-    model, params = make_model(n_layers=2, qk_norm=True, scan_layers=scan_layers)
+@pytest.mark.parametrize(
+    ("axes", "changes"),
+    [
+        ({"data": 2, "fsdp": 2, "tensor": 2}, {"scan_layers": True}),
+        ({"context": 2, "expert": 2, "tensor": 2}, {"n_experts": 4}),
+        pytest.param({"data": 2, "fsdp": 2, "tensor": 2}, {}, marks=pytest.mark.slow),
+        pytest.param({"context": 2, "expert_tensor": 4}, {"n_experts": 4}, marks=pytest.mark.slow),
+        pytest.param({"context": 8}, {}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_sharded_prefill_and_decode_equal_one_device(make_model, make_tokens, axes, changes):
+    mesh = make_mesh(**axes)
+    model, params = make_model(n_layers=2, qk_norm=True, **changes)
     placed = place(params, mesh, DEFAULT_RULES, axes_of=model.axes)
     tokens, positions = make_tokens(8, 8)
     expected, _ = forward(model, params, tokens, positions)
 
     cache = init_cache(model, 8, 12, mesh=mesh)
-    step = jax.jit(functools.partial(forward, model, mesh=mesh))
+    split = jax.tree.map(lambda side: side.sharding, cache)
+    step = jax.jit(functools.partial(forward, model, mesh=mesh), out_shardings=(None, split))
     hidden, cache = step(placed, tokens[:, :7], positions[:, :7], None, cache)
     last, cache = step(placed, tokens[:, 7:], positions[:, 7:], None, cache)
 
     np.testing.assert_allclose(hidden, expected[:, :7], rtol=0, atol=1e-5)
     np.testing.assert_allclose(last, expected[:, 7:], rtol=0, atol=1e-5)
+    # Slots and heads are divided over all eight devices, whatever the axes.
+    keys = jax.tree.leaves(cache)[0]
+    assert keys.addressable_shards[0].data.size * 8 == keys.size
 
 
 def test_sharded_batch_that_data_axes_do_not_divide_still_gives_the_numbers(

@@ -8,10 +8,10 @@ import pickle
 import jax
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxrl.sharding import DEFAULT_RULES, Rules, make_mesh
+from jaxrl.sharding import AXES, DEFAULT_RULES, Rules, make_mesh
 
 RULES = Rules({"embed": "fsdp", "heads": "tensor", "batch": ("data", "fsdp"), "head_dim": None})
 
@@ -131,9 +131,22 @@ def test_rules_can_be_copied_pickled_and_static_in_jit():
 
 
 def test_default_rules_cover_weights_and_activations():
-    assert DEFAULT_RULES.spec(("vocab", "embed")) == P("tensor", "fsdp")
-    assert DEFAULT_RULES.spec(("embed", "kv_heads", "head_dim")) == P("fsdp", "tensor", None)
-    assert DEFAULT_RULES.spec(("layers", "experts", "embed", "mlp")) == P(
-        None, "expert", "fsdp", "tensor"
+    inputs = ("fsdp", "context", "expert", "expert_tensor")
+    assert DEFAULT_RULES.spec(("vocab", "embed")) == P("tensor", inputs)
+    assert DEFAULT_RULES.spec(("embed", "kv_heads", "head_dim")) == P(inputs, "tensor", None)
+    assert DEFAULT_RULES.spec(("layers", "experts", "expert_embed", "expert_mlp")) == P(
+        None, "expert", ("fsdp", "context"), ("tensor", "expert_tensor")
     )
-    assert DEFAULT_RULES.spec(("batch", "length")) == P(("data", "fsdp"), "context")
+    rows = ("data", "fsdp", "expert", "expert_tensor")
+    assert DEFAULT_RULES.spec(("batch", "length")) == P(rows, "context")
+
+
+def test_default_rules_split_every_kind_of_array_over_every_axis_that_can():
+    mesh = AbstractMesh((2,) * len(AXES), AXES)
+    parts = {name: DEFAULT_RULES.shards(mesh, name) for name in DEFAULT_RULES.mapping}
+
+    # A weight that all tokens go through, an expert's, tokens of a batch, a cache.
+    assert parts["embed"] * parts["mlp"] == 32  # all but data
+    assert parts["experts"] * parts["expert_mlp"] * parts["expert_embed"] == 32
+    assert parts["batch"] * parts["residual"] == 64
+    assert parts["slots"] * parts["kv_heads"] == 64

@@ -1,0 +1,36 @@
+"""GRPO of Qwen3-8B on 32 TPU v5e chips, all of whose weights are trained.
+
+command:   jaxrl compile --config=configs/slices/qwen3_8b_v5e_4x8.py --topology=v5e:4x8
+           jaxrl plan and jaxrl train take the same file; the weights and questions are your own
+cost:      the compilation takes minutes on an ordinary machine and needs no TPU
+result:    docs/planning.md: memory of each chip, and the estimated time of an update
+"""
+
+from __future__ import annotations
+
+from jaxrl.config import (
+    DataConfig,
+    ExperimentConfig,
+    MeshConfig,
+    RolloutConfig,
+    TrainConfig,
+    preset,
+)
+
+
+def get_config() -> ExperimentConfig:
+    """64 trajectories of up to 4096 tokens for each update."""
+    return ExperimentConfig(
+        name="qwen3_8b_v5e_4x8",
+        output_dir="runs/qwen3_8b_v5e_4x8",
+        model=preset("qwen3-8b", max_length=4096, scan_layers=True, remat="full", dtype="bfloat16"),
+        data=DataConfig(
+            source="jsonl",
+            path="questions.jsonl",
+            tokenizer="models/Qwen3-8B/tokenizer.json",
+            max_prompt_tokens=1024,
+        ),
+        mesh=MeshConfig(data=1, fsdp=-1, tensor=2),
+        train=TrainConfig(batch_size=64, micro_batches=2, logprob_chunk=8192),
+        rollout=RolloutConfig(max_new_tokens=3072, slots=64, group_size=8),
+    )

@@ -1,0 +1,64 @@
+"""Training's programs on a TPU slice, checked with the TPU compiler on a machine without one."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from models import tpu_rows
+
+_TPU = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-16",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "JAX_OPTIMIZATION_LEVEL": "O1",
+}
+
+
+@pytest.fixture(scope="module")
+def report():
+    """What the compiled programs hold, by case."""
+    if not (os.environ.get("TPU_LIBRARY_PATH") or importlib.util.find_spec("libtpu")):
+        pytest.skip("needs the TPU compiler: pip install libtpu, or TPU_LIBRARY_PATH")
+    result = subprocess.run(
+        [sys.executable, Path(tpu_rows.__file__)],
+        env={**os.environ, **_TPU, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_rows_on_a_slice_use_the_kernel_and_hold_no_scores(report):
+    for name, program in report.items():
+        assert program["kernels"] >= 3, name  # forward, gradients of queries, of keys and values
+        assert program["scores"] == 0, name
+
+
+@pytest.mark.slow
+def test_weights_gradients_on_a_slice_are_scattered(report):
+    for name in ("dense", "narrow heads and windows", "context"):
+        assert report[name]["collectives"]["reduce-scatter"] >= 8, name
+
+
+@pytest.mark.slow
+def test_experts_on_a_slice_are_sent_tokens_and_compute_only_what_was_chosen(report):
+    config = {**tpu_rows.SIZES, **tpu_rows.EXPERTS}
+    tokens = 4 * tpu_rows.LENGTH // 4
+    # The products of all experts, in one layer, forwards, recomputed, and twice backwards.
+    width, inner, experts = (config[name] for name in ("d_model", "mlp_dim", "n_experts"))
+    everything = 4 * 6 * tokens * width * inner * experts
+    for name in ("experts", "experts in parts", "experts whole"):
+        assert report[name]["flops"] < everything, name
+    assert report["experts"]["collectives"]["all-to-all"] >= 4
+    assert report["experts whole"]["collectives"]["all-to-all"] == 0
