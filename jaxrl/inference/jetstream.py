@@ -142,7 +142,7 @@ class LaterVerbs(Verbs):
     """The verbs of the last development version: prefill tells the first token.
 
     Sampling is the engine's own, so that log-probabilities are those of what was sampled from: a
-    `sampler` raises NotImplementedError.
+    `sampler` is refused with `ValueError`.
     """
 
     ahead = True
@@ -223,7 +223,10 @@ class LaterVerbs(Verbs):
 
 def _refuse(sampler: _Sampler | None) -> None:
     if sampler is not None:
-        raise NotImplementedError("sampling is the engine's own: pass make_engine a temperature")
+        raise ValueError(
+            f"sampler={sampler!r} must be None: sampling is the engine's own, because "
+            "log-probabilities are; pass make_engine a temperature"
+        )
 
 
 def _seed_of(rng: Any) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import secrets
 import time
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from jaxrl.serving.openai_requests import Ask
 from jaxrl.serving.token_texts import TokenTexts
 
 
-class Answer:
+class Answer(abc.ABC):
     """The answer to one request: pieces in, the objects of OpenAI's API out.
 
     Subclasses say how completions and chats differ.
@@ -122,17 +123,17 @@ class Answer:
     def _no_usage(self) -> dict[str, None]:
         return {"usage": None} if self._ask.include_usage else {}
 
+    @abc.abstractmethod
     def _delta(self, text: str, *, first: bool) -> dict[str, Any]:
         """How a chunk shows text."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _message(self, text: str) -> dict[str, Any]:
         """How a whole answer shows text."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _logprobs(self, choice: _Choice, piece: Piece, offset: int) -> dict[str, Any]:
         """How the log-probabilities of a piece are shown, the first token of which is `offset`."""
-        raise NotImplementedError
 
 
 class CompletionAnswer(Answer):

@@ -64,22 +64,14 @@ def test_job_with_other_shape_names_inputs_and_collective_on_all(tmp_path):
     )
 
 
-def test_job_whose_process_is_killed_ends_on_the_others(tmp_path):
+@pytest.mark.parametrize("killed", [0, 1], ids=["coordinator", "other"])
+def test_job_whose_process_is_killed_ends_on_the_others(tmp_path, killed):
     with Job(tmp_path, "steps") as job:
         job.wait_for("running", [0, 1])
-        job.signal(1, signal.SIGKILL)
-        survivors = job.ended([0])
+        job.signal(killed, signal.SIGKILL)
+        survivors = job.ended([1 - killed])
 
-    assert_all_fail(survivors, "process 1 has ended without a word")
-
-
-def test_job_whose_coordinator_is_killed_ends_on_the_others(tmp_path):
-    with Job(tmp_path, "steps") as job:
-        job.wait_for("running", [0, 1])
-        job.signal(0, signal.SIGKILL)
-        survivors = job.ended([1])
-
-    assert_all_fail(survivors, "process 0 has ended without a word")
+    assert_all_fail(survivors, f"process {killed} has ended without a word")
 
 
 def test_job_whose_process_is_stopped_ends_with_a_report(tmp_path):

@@ -19,14 +19,18 @@ def say(*words: object) -> None:
     sys.stdout.flush()
 
 
-def start(**more: object):
+def start(*, exit_after_s: float = 4.0, **more: object):
     """Join the job with short times."""
     from jaxrl.distributed import Watch, join
     from jaxrl.observe.logger import setup_logging
 
     setup_logging(rank=INDEX)
     watch = Watch(
-        heartbeat_s=0.2, report_after_s=1.5, exit_after_s=4.0, dead_after_s=4.0, grace_s=2.0
+        heartbeat_s=0.2,
+        report_after_s=1.5,
+        exit_after_s=exit_after_s,
+        dead_after_s=4.0,
+        grace_s=2.0,
     )
     return join(
         f"127.0.0.1:{PORT}",
@@ -173,8 +177,7 @@ def kinds() -> None:
 
 def config() -> None:
     """The last process has another configuration."""
-    with start(fingerprint={"config": {"train": {"seed": 7 if MISFIT else 0}, "same": 1}}):
-        pass
+    start(fingerprint={"config": {"train": {"seed": 7 if MISFIT else 0}, "same": 1}}).close()
     say("done")
 
 
@@ -184,8 +187,7 @@ def code() -> None:
         from jaxrl.distributed import startup, versions
 
         startup.versions = lambda: {**versions.versions(), "code of jaxrl": "changed"}
-    with start():
-        pass
+    start().close()
     say("done")
 
 
@@ -196,14 +198,14 @@ def unreachable() -> None:
 
 def meet() -> None:
     """Join and leave."""
-    with start(timeout_s=3.0):
-        pass
+    start(timeout_s=3.0).close()
     say("done")
 
 
 def steps() -> None:
     """Steps until something happens."""
-    with start() as processes:
+    # The silence of another process has to be found first, as with the times of a real job.
+    with start(exit_after_s=60.0) as processes:
         placed, summed, _, _ = programs()
         one, x = processes.checked(summed, name="one"), placed()
         for step in range(100_000):

@@ -429,7 +429,7 @@ def test_a_prefix_moves_as_the_engine_says_and_nothing_compiles(tiny, engine, we
 
 
 def test_another_sampler_and_bare_weights_are_refused(tiny, engine, weights):
-    with pytest.raises(NotImplementedError, match="sampling is the engine's own"):
+    with pytest.raises(ValueError, match=r"sampler=.* must be None: sampling is the engine's own"):
         prefill(engine, weights, [1, 2], sampler=lambda logits: logits)
     with pytest.raises(TypeError, match="load_params"):
         prefill(engine, tiny.params[0], [1, 2])

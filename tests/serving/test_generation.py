@@ -202,8 +202,7 @@ def test_cancelled_consumer_cancels_the_request():
     driver = ScriptedDriver(BYTES, [[70]], reason=None)
 
     async def consume():
-        async for _ in generate(driver, Generate(PROMPT, SamplingParams(9))):
-            pass
+        return [piece async for piece in generate(driver, Generate(PROMPT, SamplingParams(9)))]
 
     async def cancel():
         task = asyncio.create_task(consume())

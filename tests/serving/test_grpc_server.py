@@ -41,8 +41,7 @@ def driver(tiny):
 async def failure(call) -> grpc.aio.AioRpcError:
     """The error that the call ends with."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        async for _ in call:
-            pass
+        _ = [response async for response in call]
     return caught.value
 
 

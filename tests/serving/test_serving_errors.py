@@ -29,7 +29,7 @@ def test_every_error_has_a_status(error):
 
 def test_subclass_has_the_status_of_the_class_above_it():
     class Special(errors.QueueFullError):
-        pass
+        """One that has no status of its own."""
 
     assert status_of(Special("x")) is STATUSES[errors.QueueFullError]
     assert status_of(Special("x")).passes
