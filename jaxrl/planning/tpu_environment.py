@@ -9,7 +9,7 @@ from jaxrl.errors import ConfigError
 
 INSTALL = "pip install 'jaxrl[tpu-compile]'"
 
-_VARIABLES = {
+ENVIRONMENT = {
     # A chip or GPU that is here is not touched: nothing is run.
     "JAX_PLATFORMS": "cpu",
     # The library asks the cloud what machine this is, and waits for an answer.
@@ -20,6 +20,12 @@ _VARIABLES = {
     # Without it a second process that compiles dies on a lock file.
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
+"""Variables that the compiler needs on a machine without a TPU."""
+
+
+def available() -> bool:
+    """Whether there is a compiler: installed, or where TPU_LIBRARY_PATH says."""
+    return bool(os.environ.get("TPU_LIBRARY_PATH") or importlib.util.find_spec("libtpu"))
 
 
 def prepare() -> None:
@@ -27,9 +33,9 @@ def prepare() -> None:
     library = os.environ.get("TPU_LIBRARY_PATH", "")
     if library and not os.path.isfile(library):
         raise ConfigError(f"TPU_LIBRARY_PATH={library}: there is no such file")
-    if not library and importlib.util.find_spec("libtpu") is None:
+    if not available():
         raise ConfigError(
             f"the TPU compiler is not installed: {INSTALL}, or set TPU_LIBRARY_PATH to a libtpu.so"
         )
-    for name, value in _VARIABLES.items():
+    for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import jax
 import pytest
 
 from jaxrl.cli import main as cli
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -14,6 +18,12 @@ def cache(tmp_path_factory):
     before = jax.config.jax_compilation_cache_dir
     yield tmp_path_factory.mktemp("cache")
     jax.config.update("jax_compilation_cache_dir", before)
+
+
+@pytest.fixture(scope="module")
+def programs():
+    """The folder of compiled programs that all tests share: compiling is what a start costs."""
+    return ROOT / ".pytest_cache" / "jax"
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from planning.planned import need_tpu_compiler
+from tpu_compiler import need_tpu_compiler
 
 from jaxrl.cli import main as cli
 

@@ -8,7 +8,6 @@ import importlib.util
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -19,31 +18,17 @@ from pathlib import Path
 
 import grpc
 import pytest
+from cli.serve_cases import MODEL, arguments
 
-from jaxrl.cli import parsing, serve, served
-from jaxrl.config import DataConfig, ExperimentConfig, ModelConfig, RolloutConfig, TrainConfig
-from jaxrl.config.serialize import save_config
+from jaxrl.cli import serve
 from jaxrl.data.tokenizers import load_tokenizer
 from jaxrl.errors import ConfigError
 from jaxrl.models.model import build_model, init_params
 from jaxrl.models.safetensors import save_params
-from jaxrl.orchestration.run_dir import RunDir
 from jaxrl.serving import protocol
-from jaxrl.serving.backend import Backend
-from jaxrl.weights.digest import compute_digest, stamp
-from jaxrl.weights.store import WeightStore
+from jaxrl.weights.digest import compute_digest
 
 ROOT = Path(__file__).resolve().parents[2]
-MODEL = ModelConfig(
-    n_layers=1,
-    d_model=16,
-    n_heads=2,
-    n_kv_heads=1,
-    head_dim=8,
-    mlp_dim=32,
-    vocab_size=259,
-    max_length=64,
-)
 LONG = {"prompt": "Hi", "max_tokens": 60, "n": 64, "stream": True, "ignore_eos": True}
 
 
@@ -127,12 +112,6 @@ class Server:
         code = self.process.wait(120)
         self._reader.join(60)
         return code
-
-
-@pytest.fixture(scope="module")
-def programs():
-    """The folder of compiled programs that all tests share: compiling is what a start costs."""
-    return ROOT / ".pytest_cache" / "jax"
 
 
 @pytest.fixture
@@ -283,39 +262,12 @@ def test_longer_context_than_the_models_is_the_users_mistake(jaxrl, published):
     assert "--max-length=65 must be at most 64" in log
 
 
-@pytest.mark.parametrize("first", [0, 300])
-def test_store_of_a_run_stands_for_the_run(run_folder, first):
-    folder, _ = run_folder
-    # After a cold start, the first version that is published is a later one.
-    (folder / "weights" / "0").rename(folder / "weights" / str(first))
-
-    by_store = _arguments(f"--weights={folder / 'weights'}", f"--version={first}")
-    by_run = _arguments(f"--run={folder}", f"--version={first}")
-
-    assert by_store == by_run
-
-
-def test_run_given_as_weights_is_refused_with_the_flag_for_runs(run_folder):
-    folder, _ = run_folder
-
-    with pytest.raises(ConfigError, match=f"{folder} is a run: use --run={folder}"):
-        _arguments(f"--weights={folder}")
-
-
-def test_store_without_its_run_is_refused(run_folder, tmp_path):
-    folder, _ = run_folder
-    shutil.copytree(folder / "weights", tmp_path / "weights")
-
-    with pytest.raises(ConfigError, match=f"versions of a run, but {tmp_path} is no run"):
-        _arguments(f"--weights={tmp_path / 'weights'}")
-
-
 def test_missing_package_is_named_with_its_extra(published, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "aiohttp" else find(name)
     )
-    args = _arguments(f"--weights={published[0]}", "--grpc-port=-1")
+    args = arguments(f"--weights={published[0]}", "--grpc-port=-1")
 
     with pytest.raises(ConfigError, match=re.escape("needs aiohttp: pip install 'jaxrl[serve]'")):
         serve.run(args)
@@ -342,121 +294,8 @@ def test_missing_package_is_named_with_its_extra(published, monkeypatch):
 )
 def test_flags_that_contradict_are_refused_before_anything_is_read(flags, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
-        _arguments(*flags)
+        arguments(*flags)
 
 
 def test_server_listens_on_loopback_unless_told_otherwise(published):
-    assert _arguments(f"--weights={published[0]}").options.host == "127.0.0.1"
-
-
-def _follow(folder, programs):
-    return _arguments(
-        f"--run={folder}",
-        "--follow",
-        "--config.rollout.prefill_buckets=24",
-        f"--config.observe.compilation_cache={programs}",
-    )
-
-
-def _arguments(*flags):
-    return parsing.parse_arguments(parsing.COMMANDS["serve"], list(flags))
-
-
-@pytest.fixture
-def run_folder(tmp_path):
-    """(folder of a run with version 0, function that publishes another)."""
-    config = ExperimentConfig(
-        output_dir=str(tmp_path / "run"),
-        model=MODEL,
-        data=DataConfig(source="jsonl", path="none", tokenizer="bytes", max_prompt_tokens=16),
-        train=TrainConfig(steps=3),
-        rollout=RolloutConfig(max_new_tokens=8, slots=8),
-    )
-    folder = RunDir(config.output_dir)
-    folder.weights.mkdir(parents=True)
-    save_config(config, folder.config)
-    built, store = build_model(MODEL), WeightStore(folder.weights)
-
-    def publish(number, seed):
-        params = init_params(built, seed)
-        version = stamp(params, number)
-        store.publish(params, version)
-        return version
-
-    publish(0, 0)
-    return folder.path, publish
-
-
-def test_follower_serves_each_new_version_of_the_run(run_folder, programs):
-    folder, publish = run_folder
-    args = _follow(folder, programs)
-    loaded = served.load_served(args)
-    backend = Backend("run")
-    backend.open(loaded.driver)
-
-    with loaded.driver as driver:
-        follower = served.Follower(args, loaded.parts, backend, poll_s=0.02)
-        first = publish(3, 3)
-        _until(lambda: driver.version == first)
-        (folder / "weights" / "4").mkdir()  # what a publisher leaves while it writes
-        second = publish(5, 5)
-        _until(lambda: driver.version == second)
-        follower.stop()
-        publish(6, 6)
-        time.sleep(0.2)
-        last = driver.version
-
-    assert backend.version(3) == first
-    assert backend.version(5) == second
-    assert last == second
-
-
-def test_run_that_has_published_nothing_is_waited_for_when_it_is_followed(
-    run_folder, programs, monkeypatch
-):
-    folder, publish = run_folder
-    shutil.rmtree(folder / "weights" / "0")
-    monkeypatch.setattr(served.time, "sleep", lambda _: publish(300, 1))
-
-    loaded = served.load_served(_follow(folder, programs))
-    loaded.driver.stop()
-
-    assert loaded.driver.version.number == 300
-
-
-def _no_room(*_):
-    raise RuntimeError("no room on the device")
-
-
-def test_follower_reports_what_goes_wrong_once_and_goes_on(
-    run_folder, programs, caplog, monkeypatch
-):
-    folder, publish = run_folder
-    args = _follow(folder, programs)
-    loaded = served.load_served(args)
-    backend = Backend("run")
-    backend.open(loaded.driver)
-
-    with loaded.driver as driver:
-        version = publish(1, 1)
-        stamp_file = folder / "weights" / "1" / "stamp" / "metadata"
-        stamp_file.write_text(stamp_file.read_text().replace(version.digest, "0" * 64))
-        follower = served.Follower(args, loaded.parts, backend, poll_s=0.02)
-        _until(lambda: "cannot follow the run" in caplog.text)
-        time.sleep(0.2)
-        with monkeypatch.context() as patch:
-            patch.setattr(driver, "set_weights", _no_room)
-            publish(2, 2)
-            _until(lambda: "no room on the device" in caplog.text)
-        good = publish(3, 3)
-        _until(lambda: driver.version == good)
-        follower.stop()
-
-    assert caplog.text.count("cannot follow the run") == 2
-
-
-def _until(condition):
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true"
-        time.sleep(0.01)
+    assert arguments(f"--weights={published[0]}").options.host == "127.0.0.1"

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jaxrl.config import ModelConfig
+from jaxrl.data.tokenizers import load_tokenizer
 from jaxrl.inference.engine import Engine
 from jaxrl.inference.sampling import sample_tokens, seed_words
 from jaxrl.models.model import (
@@ -183,3 +184,9 @@ def prompts() -> list[np.ndarray]:
     """Eight prompts of different lengths: 1, around the bucket of 8, and longer."""
     rng = np.random.default_rng(7)
     return [rng.integers(0, VOCAB, n).astype(np.int32) for n in (1, 7, 8, 9, 15, 16, 17, 24)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """Bytes; no token of the tiny model ends a text, unless a test says so."""
+    return dataclasses.replace(load_tokenizer("bytes"), eos_id=200, stop_ids=())

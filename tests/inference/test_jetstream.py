@@ -6,7 +6,6 @@ The published one is tested in `test_jetstream_driver`, by JetStream's own drive
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import sys
 
@@ -15,32 +14,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from inference import later_jetstream
+from inference.jetstream_cases import (
+    CHUNK,
+    LENGTH,
+    OPTIONS,
+    SLOTS,
+    TEMPERATURE,
+    decode,
+    naive,
+    padded,
+    prefill,
+    seed_of,
+)
 
-from jaxrl.data.tokenizers import load_tokenizer
-from jaxrl.errors import ConfigError, WeightVersionError
-from jaxrl.inference.engine import Engine
+from jaxrl.errors import WeightVersionError
 from jaxrl.inference.jetstream import make_engine
 from jaxrl.inference.jetstream_results import read_records
 from jaxrl.inference.jetstream_text import NO_BOS
-from jaxrl.sharding import make_mesh
-from jaxrl.types import SamplingParams
-from jaxrl.weights.exchange import copy_to
-
-LENGTH, SLOTS, CHUNK, TEMPERATURE = 48, 4, 16, 0.8
-OPTIONS = {
-    "slots": SLOTS,
-    "max_length": LENGTH,
-    "prefill_buckets": (8,),
-    "prefill_chunk": CHUNK,
-    "attend_buckets": (LENGTH,),
-    "api": later_jetstream,
-}
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    # No token of the tiny model ends a text, unless a test says so.
-    return dataclasses.replace(load_tokenizer("bytes"), eos_id=200, stop_ids=())
 
 
 @pytest.fixture(scope="module")
@@ -69,36 +59,6 @@ def engine(tiny, warm):
 @pytest.fixture
 def weights(warm):
     return warm[1]
-
-
-def padded(prompt) -> jax.Array:
-    """As JetStream pads: to a power of two, int32 or int64, on the device."""
-    size = max(16, 1 << (len(prompt) - 1).bit_length())
-    return jnp.array(np.pad(np.asarray(prompt, np.int32), (0, size - len(prompt))))
-
-
-def prefill(engine, weights, prompt, **options):
-    return engine.prefill(
-        params=weights, padded_tokens=padded(prompt), true_length=len(prompt), **options
-    )
-
-
-def seed_of(prefix, sample: int = 0) -> int:
-    high, low = np.asarray(prefix.seeds)[sample].tolist()
-    return (high << 32) + low
-
-
-def decode(engine, weights, state, steps: int):
-    """-> the state, and the records of each step."""
-    records = []
-    for _ in range(steps):
-        state, result = engine.generate(weights, state)
-        records.append(read_records(result))
-    return state, records
-
-
-def naive(tiny, prompt, seed: int, n: int, version: int = 0):
-    return tiny.naive(prompt, SamplingParams(n, TEMPERATURE, seed), version)
 
 
 def test_the_class_has_every_method_of_the_interface_and_takes_its_arguments(engine):
@@ -174,21 +134,6 @@ def test_a_sequence_ends_with_eos_where_the_cache_ends_and_goes_on_saying_so(tin
     assert [int(r.tokens[0]) for r in later] == [*tokens[1:], 200, 200, 200]
     assert [int(r.versions[0]) for r in later] == [0, 0, 0, -1, -1, -1]
     assert [int(r.lengths[0]) for r in later] == [2, 3, 4, 5, 6, 7]
-
-
-def test_eos_as_the_first_token_is_told_again_by_the_next_step(tiny, tokenizer, prompts):
-    first = int(tiny.naive(prompts[3], SamplingParams(1, 0.0))[0][0])
-    ends = dataclasses.replace(tokenizer, eos_id=first, stop_ids=())
-    engine = make_engine(tiny.model, tiny.params[0], tiny.versions[0], ends, **OPTIONS)
-    weights = engine.weights
-
-    prefix, result = prefill(engine, weights, prompts[3])
-    state = engine.insert(prefix, engine.init_decode_state(), 3)
-    _, later = decode(engine, weights, state, 2)
-
-    assert read_records(result).tokens.tolist() == [first]
-    assert [int(r.tokens[3]) for r in later] == [first, first]
-    assert [int(r.versions[3]) for r in later] == [-1, -1]
 
 
 def test_insert_leaves_nothing_of_what_was_in_the_slot_and_harms_no_neighbour(
@@ -433,53 +378,3 @@ def test_another_sampler_and_bare_weights_are_refused(tiny, engine, weights):
         prefill(engine, weights, [1, 2], sampler=lambda logits: logits)
     with pytest.raises(TypeError, match="load_params"):
         prefill(engine, tiny.params[0], [1, 2])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_prefill_length": 24}, "max_prefill_length=24 must be a power of two"),
-        ({"max_prefill_length": 64}, "power of two from 16 to 32"),
-        ({"max_length": 16}, "max_length=16 must be above 16"),
-        ({"role": "decode"}, "role='decode' must be one of both, prefill, generate"),
-        ({"temperature": -1.0}, "temperature=-1.0"),
-        ({"top_p": 0.0}, "top_p=0.0"),
-    ],
-)
-def test_options_that_cannot_be_are_refused(tiny, tokenizer, options, message):
-    with pytest.raises(ConfigError, match=message):
-        make_engine(
-            tiny.model,
-            tiny.params[0],
-            tiny.versions[0],
-            tokenizer,
-            **{**OPTIONS, **options},
-        )
-
-
-def test_weights_that_are_not_those_of_the_version_are_refused(tiny, tokenizer):
-    with pytest.raises(WeightVersionError, match="digest"):
-        make_engine(tiny.model, tiny.params[0], tiny.versions[1], tokenizer, **OPTIONS)
-
-
-@pytest.mark.slow
-def test_on_a_mesh_the_tokens_are_those_of_one_device(tiny, tokenizer, prompts):
-    mesh = make_mesh(data=2, tensor=2, devices=jax.devices()[:4])
-    options = {**OPTIONS, "temperature": TEMPERATURE, "mesh": mesh}
-    places = Engine(tiny.model, slots=SLOTS, max_length=LENGTH, mesh=mesh).param_shardings
-    engine = make_engine(
-        tiny.model, copy_to(tiny.params[0], places), tiny.versions[0], tokenizer, **options
-    )
-    weights = engine.load_params()
-    compiled = engine.compile_count
-
-    prefix, _ = prefill(engine, weights, prompts[7])
-    moved = jax.device_put(prefix, engine.get_prefix_destination_sharding())
-    state = engine.bulk_insert(moved, engine.init_decode_state(), [1])
-    state = engine.insert(prefix, state, 2)
-    _, later = decode(engine, weights, state, 4)
-
-    tokens = naive(tiny, prompts[7], seed_of(prefix), 5)[0].tolist()
-    assert [int(r.tokens[1]) for r in later] == tokens[1:]
-    assert [int(r.tokens[2]) for r in later] == tokens[1:]
-    assert engine.compile_count == compiled

@@ -2,40 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from models import tpu_rows
-
-_TPU = {
-    "JAX_PLATFORMS": "cpu",
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-16",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_WORKER_ID": "0",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "JAX_OPTIMIZATION_LEVEL": "O1",
-}
+from tpu_compiler import report_of
 
 
 @pytest.fixture(scope="module")
 def report():
     """What the compiled programs hold, by case."""
-    if not (os.environ.get("TPU_LIBRARY_PATH") or importlib.util.find_spec("libtpu")):
-        pytest.skip("needs the TPU compiler: pip install libtpu, or TPU_LIBRARY_PATH")
-    result = subprocess.run(
-        [sys.executable, Path(tpu_rows.__file__)],
-        env={**os.environ, **_TPU, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr[-2000:]
-    return json.loads(result.stdout.splitlines()[-1])
+    return report_of(Path(tpu_rows.__file__), JAX_OPTIMIZATION_LEVEL="O1")
 
 
 @pytest.mark.slow

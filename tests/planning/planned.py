@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-import os
-
-import pytest
 
 from jaxrl.config import (
     DataConfig,
@@ -52,9 +48,3 @@ def small_config(**sections) -> ExperimentConfig:
 def with_algorithm(config: ExperimentConfig, **fields) -> ExperimentConfig:
     """`config` with other fields of its objective."""
     return dataclasses.replace(config, algorithm=dataclasses.replace(config.algorithm, **fields))
-
-
-def need_tpu_compiler() -> None:
-    """Skip the test where there is no TPU compiler."""
-    if not (os.environ.get("TPU_LIBRARY_PATH") or importlib.util.find_spec("libtpu")):
-        pytest.skip("needs the TPU compiler: the extra `tpu-compile`, or TPU_LIBRARY_PATH")

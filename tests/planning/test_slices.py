@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from planning.planned import need_tpu_compiler
+from tpu_compiler import need_tpu_compiler
 
 from jaxrl.config.files import load_config_file
 from jaxrl.planning.chips import parse_topology
