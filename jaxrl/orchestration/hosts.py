@@ -51,6 +51,8 @@ def together(what: str, work: Callable[[], bytes]) -> list[bytes]:
     """
     if count() == 1:
         return [work()]
+    # Sampling and scoring are no programs of all: they may take any time.
+    current().idle(what)
     own: BaseException | None = None
     try:
         record = _DONE + work()

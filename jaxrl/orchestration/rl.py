@@ -274,9 +274,14 @@ class RLTrainer:
         )
         # Before anything slow: the sampler waits for this, nobody waits for the rest.
         collector.set_version(self._version.number)
-        frontier = merged(hosts.exchange("the frontier", collector.frontier))
-        self._place = Place("rl", self._version, frontier, self._place.rl_start)
-        self._log(groups, metrics, collector, time.monotonic() - began)
+        frontiers, tokens = zip(
+            *hosts.exchange(
+                "what was sampled", lambda: (collector.frontier(), self._driver.stats().tokens)
+            ),
+            strict=True,
+        )
+        self._place = Place("rl", self._version, merged(frontiers), self._place.rl_start)
+        self._log(groups, metrics, collector, sum(tokens), time.monotonic() - began)
         self._periodic()
 
     def _collate(self, groups: list[TrajectoryGroup]) -> TrajectoryBatch:
@@ -349,12 +354,12 @@ class RLTrainer:
         groups: list[TrajectoryGroup],
         metrics: Mapping[str, jax.Array],
         collector: Collector,
+        generated: int,
         seconds: float,
     ) -> None:
         trajectories = [t for group in groups for t in group.trajectories]
         rewards = np.array([t.reward for t in trajectories])
         now = time.monotonic()
-        generated = sum(hosts.exchange("the tokens", lambda: self._driver.stats().tokens))
         elapsed, self._logged_at = now - self._logged_at, now
         fresh, self._tokens_seen = generated - self._tokens_seen, generated
         self.session.tracker.log(
