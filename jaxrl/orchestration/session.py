@@ -82,12 +82,14 @@ class Parts:
     def _check_samplers(self) -> None:
         """Slots and the prompts of an update divide among processes and devices."""
         rollout, train, processes = self.config.rollout, self.config.train, hosts.count()
-        shards = self.slot_shards
+        # Samplers in processes of their own have slots of their own.
+        shards = 0 if rollout.samplers else self.slot_shards
         rule = f"a multiple of {shards}, the parts of the mesh that have slots of their own"
         if processes > 1:
             rule = f"a multiple of {processes} processes x {shards} parts of a process's devices"
         slots = rollout.slots
-        demand(slots % (processes * shards) == 0, "rollout.slots", slots, rule)
+        fits = not shards or slots % (processes * shards) == 0
+        demand(fits, "rollout.slots", slots, rule)
         size = train.batch_size
         rule = f"a multiple of {processes} processes x rollout.group_size={rollout.group_size}"
         demand(size % (processes * rollout.group_size) == 0, "train.batch_size", size, rule)
