@@ -70,6 +70,7 @@ async def _serve(args: Any, token: str | None) -> bool:
     backend = Backend(
         _model_name(options), timeout_s=options.timeout_s, max_waiting=options.max_waiting
     )
+    backend.follows = options.follow
     stopping = _watch_signals()
     async with _listening(backend, options, token) as addresses:
         for address in addresses:

@@ -56,8 +56,9 @@ class Backend:
     """A model as it is served. Without a driver it is loading; `open` makes it ready.
 
     `name` is what clients call the model; `chat` is how it is asked in a chat, None where the model
-    has no template; `timeout_s` bounds every request (None: no limit). `follower` takes up the
-    versions of a run, and `model_meaning` is what their numbers mean, field by field.
+    has no template; `timeout_s` bounds every request (None: no limit). If it `follows` a run,
+    `follower` takes up that run's versions, once there is one. `model_meaning` is what the numbers
+    of the weights mean, field by field.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Backend:
     stop_ids: tuple[int, ...] = ()
     draining: bool = False
     reloading: bool = False
+    follows: bool = False
     follower: Follows | None = None
     model_meaning: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 

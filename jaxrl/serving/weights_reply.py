@@ -62,7 +62,7 @@ def _settled(backend: Backend, wanted: WeightVersion, newest: WeightVersion | No
         return True
     if backend.state != "ready":
         return backend.state != "loading"
-    return backend.follower is None or backend.driver.version == wanted
+    return not backend.follows or backend.driver.version == wanted
 
 
 def _reply(backend: Backend, newest: WeightVersion | None) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def _reply(backend: Backend, newest: WeightVersion | None) -> dict[str, Any]:
         "newest": None if newest is None else version_object(newest),
         "loading": None if follower is None else follower.loading,
         "problem": "" if follower is None else follower.problem,
-        "follows": follower is not None,
+        "follows": backend.follows,
         "max_length": driver.engine.max_length,
         "room": driver.engine.slots + (backend.max_waiting or driver.engine.slots),
         # Not those of the model before temperature, top-k and top-p, as elsewhere.
