@@ -327,13 +327,13 @@ class RLTrainer:
         """Evaluation, checkpoint and version on disk where they are due."""
         done, checkpoint = self.updates, self.config.checkpoint
         self.session.note_checkpoint()
+        self._sampling.tidy(self._keeps)
         if done == self.config.train.steps:
             return
         if self.config.eval.every and done % self.config.eval.every == 0:
             self._evaluate("during")
         if self._keeps(self._version.number):
             self._store_version()
-        self._sampling.tidy(self._keeps)
         if checkpoint.every and done % checkpoint.every == 0:
             save_checkpoint(self.session, self._engine, self._place)
 

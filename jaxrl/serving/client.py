@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from threading import Thread
 from typing import Any
@@ -19,15 +19,10 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from jaxrl.errors import (
-    ConfigError,
-    DeadlineError,
-    DriverError,
-    JaxrlError,
-    WeightVersionError,
-)
+from jaxrl.errors import DeadlineError, DriverError, JaxrlError
 from jaxrl.observe.logger import get_logger
-from jaxrl.serving.remote import BusyError, CutError, RemoteServer, Told, no_longer_than
+from jaxrl.serving.remote import BusyError, CutError, RemoteServer, no_longer_than
+from jaxrl.serving.watched import Needs, Watched
 from jaxrl.types import Completion, SamplingParams, WeightVersion
 
 MAX_CUTS = 5
@@ -40,56 +35,6 @@ REST_S, AGAIN_S = 0.2, 0.25
 """Pauses after a server was busy, and after it could not be reached."""
 
 _LOGGER = get_logger("serving")
-
-
-@dataclasses.dataclass(frozen=True)
-class Needs:
-    """What the servers must be able to do: sequences of `max_length` tokens, a model whose fields
-    mean `model_meaning`."""
-
-    max_length: int
-    model_meaning: Mapping[str, Any]
-
-
-class _Watched:
-    """A server, and what is known of it."""
-
-    def __init__(self, server: RemoteServer):
-        self.server, self.url = server, server.url
-        self.told = Told("unknown")
-        self.reached = False
-        self.trouble = "not asked yet"
-        self.since = time.monotonic()
-        self.rests_until = 0.0
-        self.used = 0
-        self.calls: set[asyncio.Task[Any]] = set()
-
-    def up(self, told: Told) -> bool:
-        """It has answered; True if it had not before."""
-        back, self.reached, self.told = not self.reached, True, told
-        if back:
-            self.since = time.monotonic()
-        return back
-
-    def down(self, trouble: str) -> bool:
-        """It does not answer; True if it did before. Its calls are cut."""
-        lost, self.reached, self.trouble = self.reached, False, trouble
-        if lost:
-            self.since = time.monotonic()
-        for call in self.calls:
-            call.cancel()
-        return lost
-
-    def describe(self) -> str:
-        """What it does, in words."""
-        if not self.reached:
-            seconds = time.monotonic() - self.since
-            return f"{self.url} has not answered for {seconds:.0f} s ({self.trouble})"
-        told = self.told
-        problem = f" ({told.problem})" if told.problem else ""
-        if told.state != "ready" or told.serving is None:
-            return f"{self.url} is {told.state}{problem}"
-        return f"{self.url} serves {told.serving}{problem}"
 
 
 class RemoteSampler:
@@ -114,7 +59,7 @@ class RemoteSampler:
         self._published: dict[int, str] = {}
         self._wanted: WeightVersion | None = None
         self._oldest = 0
-        self._servers: list[_Watched] = []
+        self._servers: list[Watched] = []
         self._failure: Exception | None = None
         self._turn = 0
         self._loop = asyncio.new_event_loop()
@@ -202,7 +147,7 @@ class RemoteSampler:
     def _submit(self, tokens: np.ndarray, params: SamplingParams, oldest: int | None) -> Future:
         return asyncio.run_coroutine_threadsafe(self._sample(tokens, params, oldest), self._loop)
 
-    def _wait_for_all(self, what: str, holds: Callable[[_Watched], bool]) -> None:
+    def _wait_for_all(self, what: str, holds: Callable[[Watched], bool]) -> None:
         self._wait(what, lambda: all(holds(server) for server in self._servers))
 
     def _wait(self, what: str, holds: Callable[[], Any]) -> None:
@@ -219,7 +164,7 @@ class RemoteSampler:
         # Bounded by `room` of each server.
         connector = aiohttp.TCPConnector(limit=0)
         self._session = aiohttp.ClientSession(connector=connector, headers=headers)
-        self._servers = [_Watched(RemoteServer(url, self._session)) for url in self._urls]
+        self._servers = [Watched(RemoteServer(url, self._session)) for url in self._urls]
         self._watches = [self._loop.create_task(self._watch(server)) for server in self._servers]
 
     async def _close(self) -> None:
@@ -244,15 +189,17 @@ class RemoteSampler:
             if not waiter.done():
                 waiter.set_result(None)
 
-    async def _watch(self, watched: _Watched) -> None:
+    async def _watch(self, watched: Watched) -> None:
         """Know what a server does, until one shows that it cannot be used."""
         while True:
             wanted, changed = self._wanted, self._changed
             try:
                 told = await watched.server.weights(wanted, POLL_S)
-                self._check(watched.url, told)
+                watched.check(told, self._needs)
+                watched.check_run(told, self._wanted, self._published)
             except CutError as error:
-                self._lost(watched, str(error))
+                if watched.down(str(error)):
+                    self._tell()
                 await asyncio.sleep(AGAIN_S)
                 continue
             except Exception as error:
@@ -260,60 +207,16 @@ class RemoteSampler:
                 self._failure = error if known else DriverError(f"{watched.url}: {error!r}")
                 self._tell()
                 return
-            before = (watched.told.state, watched.told.serving)
             if watched.up(told):
-                _LOGGER.info("sampler %s", watched.describe())
-            if before != (told.state, told.serving):
                 self._tell()
             elif wanted is None or told.serving == wanted:
                 await no_longer_than(POLL_S, changed)
             else:
-                await asyncio.sleep(0.02)
-
-    def _lost(self, watched: _Watched, trouble: str) -> None:
-        if watched.down(trouble):
-            _LOGGER.warning("sampler %s", watched.describe())
-            self._tell()
-
-    def _check(self, url: str, told: Told) -> None:
-        """Raise `ConfigError` or `WeightVersionError` for a server that can never be of use."""
-        if told.serving is None:
-            return
-        if not told.follows:
-            raise ConfigError(f"rollout.samplers: {url} follows no run: start it with --follow")
-        if told.logprobs != "sampled":
-            raise ConfigError(
-                f"rollout.samplers: {url} tells log-probabilities of {told.logprobs!r}, which are "
-                "not those of the distribution that it samples from"
-            )
-        most, least = told.max_length, self._needs.max_length
-        if most < least:
-            raise ConfigError(
-                f"rollout.samplers: {url} takes sequences of {most} tokens, and the run samples "
-                f"{least}: start it with --max-length={least} or more"
-            )
-        self._check_model(url, told.model_meaning)
-        newest, wanted = told.newest, self._wanted
-        # All that is in the store of this run was published here, or before it was resumed.
-        if not newest or not wanted or newest.number < wanted.number:
-            return
-        if self._published.get(newest.number) != newest.digest:
-            raise WeightVersionError(
-                f"sampler {url} follows a run whose newest version is {newest.number} with digest "
-                f"{newest.digest}; this run has published version {wanted.number} with digest "
-                f"{wanted.digest}"
-            )
-
-    def _check_model(self, url: str, theirs: Mapping[str, Any]) -> None:
-        for name, value in self._needs.model_meaning.items():
-            if theirs.get(name) != value:
-                raise ConfigError(
-                    f"rollout.samplers: {url} serves a model with {name}={theirs.get(name)!r}, the "
-                    f"run's has {value!r}: its --run must be this run's output_dir"
-                )
+                # While it loads or reads weights, the answer itself was waited for.
+                await asyncio.sleep(AGAIN_S if told.state in ("draining", "failed") else 0.02)
 
     async def _ask_loading(self) -> set[int]:
-        async def one(watched: _Watched) -> int | None:
+        async def one(watched: Watched) -> int | None:
             try:
                 async with asyncio.timeout(POLL_S):
                     return (await watched.server.weights(None, 0)).loading
@@ -323,23 +226,22 @@ class RemoteSampler:
         found = await asyncio.gather(*(one(watched) for watched in self._servers))
         return {number for number in found if number is not None}
 
-    def _serves(self, watched: _Watched, oldest: int) -> bool:
+    def _serves(self, watched: Watched, oldest: int) -> bool:
         """Whether it samples from a version of this run that is not too old."""
-        told = watched.told
-        if not watched.reached or told.state != "ready" or told.serving is None:
+        serving = watched.serving
+        if serving is None or serving.number < oldest:
             return False
-        known = self._published.get(told.serving.number) == told.serving.digest
-        return known and told.serving.number >= oldest
+        return self._published.get(serving.number) == serving.digest
 
     async def _until(self, what: str, holds: Callable[[], Any]) -> Any:
         """The first result of `holds` that is true; it is looked at after each change."""
-        deadline = time.monotonic() + self._wait_s
+        began = time.monotonic()
         while True:
             if self._failure is not None:
                 raise type(self._failure)(str(self._failure)) from self._failure
             if found := holds():
                 return found
-            if time.monotonic() > deadline:
+            if time.monotonic() - began > self._wait_s:
                 raise DeadlineError(
                     f"waited {self._wait_s:g} s for samplers that {what}: {self.describe()}"
                 )
@@ -350,7 +252,7 @@ class RemoteSampler:
             finally:
                 self._waiters.pop(waiter, None)
 
-    def _free(self, oldest: int | None) -> _Watched | None:
+    def _free(self, oldest: int | None) -> Watched | None:
         """The server with the fewest requests of those that can take one more."""
         least = self._oldest if oldest is None else oldest
         now = time.monotonic()
@@ -383,15 +285,20 @@ class RemoteSampler:
                         f"sampler {watched.url} and others cut one request {cuts} times; the last "
                         f"time: {error}"
                     ) from error
-                _LOGGER.warning("sampler %s cut a request: %s", watched.url, error)
+                if error.unreachable:
+                    # The watch finds out, and says so once for all requests.
+                    watched.doubted = True
+                    self._tell()
+                else:
+                    _LOGGER.warning("sampler %s cut a request: %s", watched.url, error)
                 await asyncio.sleep(REST_S)
             else:
-                self._prove(watched.url, versions)
+                watched.prove(versions, self._published)
                 self.tokens += len(completion.tokens)
                 return self._with_text(completion)
 
     async def _call(
-        self, watched: _Watched, tokens: np.ndarray, params: SamplingParams
+        self, watched: Watched, tokens: np.ndarray, params: SamplingParams
     ) -> tuple[Completion, list[WeightVersion]]:
         """One request to one server; the watch cuts it if the server is gone."""
         call = self._loop.create_task(watched.server.complete(tokens, params))
@@ -405,18 +312,8 @@ class RemoteSampler:
             call.cancel()
             self._wake_one()
         if call.cancelled():
-            raise CutError(watched.trouble)
+            raise CutError(watched.trouble, unreachable=True)
         return call.result()
-
-    def _prove(self, url: str, versions: Sequence[WeightVersion]) -> None:
-        for version in versions:
-            known = self._published.get(version.number)
-            if known != version.digest:
-                published = f"with digest {known}" if known else "never"
-                raise WeightVersionError(
-                    f"sampler {url} sampled from version {version.number} with digest "
-                    f"{version.digest or 'unknown'}; this run has published it {published}"
-                )
 
     def _with_text(self, completion: Completion) -> Completion:
         """With the text that the driver would give it."""

@@ -24,8 +24,12 @@ ANSWER_S = 15.0
 
 
 class CutError(Exception):
-    """The connection broke, or the server failed: the same request may be answered later, or
-    elsewhere."""
+    """The connection broke (then it may be `unreachable`), or the server failed: the same request
+    may be answered later, or elsewhere."""
+
+    def __init__(self, message: str, *, unreachable: bool = False):
+        super().__init__(message)
+        self.unreachable = unreachable
 
 
 class BusyError(Exception):
@@ -103,7 +107,8 @@ class RemoteServer:
             ) as answer:
                 yield answer
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise CutError(f"{type(error).__name__}: {error}".rstrip(": ")) from error
+            text = f"{type(error).__name__}: {error}".rstrip(": ")
+            raise CutError(text, unreachable=True) from error
 
     async def _body(self, answer: aiohttp.ClientResponse) -> Any:
         if answer.status == 401:

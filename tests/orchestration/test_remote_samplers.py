@@ -8,8 +8,9 @@ import jax
 import numpy as np
 import pytest
 from orchestration.remote_servers import batches_of, digests_of, records_of, samplers_of, until
+from orchestration.test_hosts import run_job, said
 
-from jaxrl.config import CheckpointConfig
+from jaxrl.config import CheckpointConfig, MeshConfig
 from jaxrl.errors import AuthenticationError, ConfigError, DeadlineError, WeightVersionError
 from jaxrl.orchestration.rl import RLTrainer
 from jaxrl.orchestration.run_dir import RunDir
@@ -132,7 +133,7 @@ def test_server_that_is_killed_and_started_again_loses_nothing(make_config, stal
     assert version.number == expected.number
     assert_versions_are_in_the_ledger(config)
     consumed = [r["prompt_index"] for r in records_of(config) if r["event"] == "consumed"]
-    assert sorted(consumed) == list(range(5 * 4))
+    assert len(set(consumed)) == len(consumed) == 5 * 4
     if staleness == 0:
         assert_same_samples(config, alone)
         assert version == expected
@@ -223,3 +224,20 @@ def test_servers_follow_a_run_that_goes_back_to_its_checkpoint(make_config, monk
     assert digests_of(config)[4 + 3] != lost
     assert f"the run has taken v7:{lost[:12]} back" in server.text
     assert_versions_are_in_the_ledger(config)
+
+
+@pytest.mark.slow
+def test_two_trainer_processes_share_a_server(tmp_path, make_config):
+    changes = {"mesh": MeshConfig(data=2, fsdp=-1), "train": {"steps": 3}, "eval": {"size": 7}}
+    alone, config = (make_config(folder, **changes) for folder in ("alone", "remote"))
+
+    with RLTrainer(alone, devices=jax.devices()[:2]) as trainer:
+        expected = trainer.fit()["after"].metrics()
+    with samplers_of(config, 1, LENGTH) as (config, _):
+        results = said(run_job(tmp_path, config, "rl", 2, 1))
+
+    assert len({each["version"] for each in results}) == 1
+    assert all(each["evaluation"] == expected for each in results)
+    assert_versions_are_in_the_ledger(config)
+    consumed = [r["prompt_index"] for r in records_of(config) if r["event"] == "consumed"]
+    assert consumed == list(range(3 * 4))
