@@ -305,6 +305,8 @@ class RemoteSampler:
         self._turn += 1
         watched.used = self._turn
         watched.calls.add(call)
+        # Of a call that is cancelled as it ends nobody asks for the error.
+        call.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         try:
             await asyncio.wait({call})
         finally:

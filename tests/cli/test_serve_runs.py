@@ -185,6 +185,8 @@ def test_follower_serves_what_a_run_that_went_back_made_anew(run_folder, program
     assert not np.array_equal(before.logprobs, after.logprobs)
     assert backend.version(again.number) == again
     assert replaced == ([] if later else [backend.driver])
+    # There is no room for two caches.
+    assert later or loaded.driver._batcher._state is None
 
 
 def loaded_again(args, prompt, params):
