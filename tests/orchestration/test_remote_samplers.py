@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -14,6 +15,8 @@ from jaxrl.config import CheckpointConfig, MeshConfig
 from jaxrl.errors import AuthenticationError, ConfigError, DeadlineError, WeightVersionError
 from jaxrl.orchestration.rl import RLTrainer
 from jaxrl.orchestration.run_dir import RunDir
+from jaxrl.orchestration.sampling import ThroughStore
+from jaxrl.weights.digest import stamp
 from jaxrl.weights.store import WeightStore
 
 pytestmark = pytest.mark.distributed
@@ -227,13 +230,41 @@ def test_servers_follow_a_run_that_goes_back_to_its_checkpoint(make_config, monk
 
 
 @pytest.mark.slow
+def test_adapters_travel_as_whole_weights_do(make_config):
+    changes = {**SMALL, "model": {"n_layers": 1, "lora_rank": 2}}
+    alone, config = (make_config(folder, **changes) for folder in ("alone", "remote"))
+
+    expected = fit(alone)
+    with samplers_of(config, 1, LENGTH) as (config, _):
+        version = fit(config)
+
+    assert_same_samples(config, alone)
+    assert version == expected
+
+
+def test_version_that_a_server_reads_is_not_deleted(make_config, tmp_path):
+    store, params = WeightStore(tmp_path / "weights"), {"w": np.ones(4, np.float32)}
+    for number in range(9):
+        store.publish(params, stamp(params, number))
+    sampling = object.__new__(ThroughStore)
+    sampling._session = SimpleNamespace(store=store, config=make_config())
+    sampling.sampler = SimpleNamespace(loading=lambda: {5})
+
+    sampling.tidy(lambda number: number % 3 == 0)
+
+    assert store.numbers() == [0, 3, 5, 6, 7, 8]
+
+
+@pytest.mark.slow
 def test_two_trainer_processes_share_a_server(tmp_path, make_config):
     changes = {"mesh": MeshConfig(data=2, fsdp=-1), "train": {"steps": 3}, "eval": {"size": 7}}
     alone, config = (make_config(folder, **changes) for folder in ("alone", "remote"))
 
     with RLTrainer(alone, devices=jax.devices()[:2]) as trainer:
         expected = trainer.fit()["after"].metrics()
-    with samplers_of(config, 1, LENGTH) as (config, _):
+    # The server has a device of its own, and not the mesh of the trainer.
+    flags = (LENGTH, "--config.mesh.data=1", "--config.mesh.fsdp=1")
+    with samplers_of(config, 1, *flags, wait_timeout_s=120.0) as (config, _):
         results = said(run_job(tmp_path, config, "rl", 2, 1))
 
     assert len({each["version"] for each in results}) == 1
