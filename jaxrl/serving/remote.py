@@ -107,7 +107,9 @@ class RemoteServer:
             ) as answer:
                 yield answer
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            text = f"{type(error).__name__}: {error}".rstrip(": ")
+            # Of aiohttp's own errors the one of the system within says more.
+            cause = getattr(error, "os_error", error)
+            text = f"{type(cause).__name__}: {cause}".rstrip(": ")
             raise CutError(text, unreachable=True) from error
 
     async def _body(self, answer: aiohttp.ClientResponse) -> Any:

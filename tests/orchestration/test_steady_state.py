@@ -37,10 +37,10 @@ class Watched(RLTrainer):
             self.syncs = self._watching.enter_context(counting_host_syncs())
             jax.monitoring.register_event_duration_secs_listener(self._note)
             self._watching.callback(jax.monitoring.unregister_event_duration_listener, self._note)
-            self.dispatches = -self._driver.stats().dispatches
+            self.dispatches = -self._sampling.sampler.stats().dispatches
         super()._update(*args)
         if self.updates == self.config.train.steps:
-            self.dispatches += self._driver.stats().dispatches
+            self.dispatches += self._sampling.sampler.stats().dispatches
             self._watching.close()
 
     def _note(self, event, seconds, **details):
