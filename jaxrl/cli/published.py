@@ -36,10 +36,9 @@ def open_parts(args: Any) -> Parts:
     return parts
 
 
-def load_weights(args: Any, parts: Parts, *, frozen: Any = None) -> tuple[Any, WeightVersion]:
+def load_weights(args: Any, parts: Parts) -> tuple[Any, WeightVersion]:
     """Weights and their version: version 0 of a published model, or the version
-    `args.options.version` (-1: the newest) of a run, verified. `frozen` are the weights that its
-    adapters belong to, if they were read before.
+    `args.options.version` (-1: the newest) of a run, verified.
 
     Raises `CheckpointError` if there are no such weights, or if they are damaged.
     """
@@ -48,8 +47,7 @@ def load_weights(args: Any, parts: Parts, *, frozen: Any = None) -> tuple[Any, W
         return params, stamp(_by_layer(params, parts), 0)
     store = WeightStore(RunDir(args.options.run).weights, read_only=True)
     wanted = None if args.options.version < 0 else args.options.version
-    if args.config.model.lora_rank and not frozen:
-        frozen = split_frozen(parts.initial_params())[1]
+    frozen = split_frozen(parts.initial_params())[1] if args.config.model.lora_rank else None
     shardings = parts.model.shardings(parts.mesh)
     return store.restore(wanted, parts.model.abstract, shardings, frozen=frozen)
 

@@ -16,7 +16,6 @@ from jaxrl.cli.published import load_weights, open_parts
 from jaxrl.errors import ConfigError, DriverError, JaxrlError
 from jaxrl.inference.driver import Driver
 from jaxrl.inference.engine import Engine
-from jaxrl.models.lora import split_frozen
 from jaxrl.observe.logger import get_logger
 from jaxrl.orchestration.run_dir import RunDir
 from jaxrl.orchestration.session import Parts
@@ -137,9 +136,9 @@ class Follower:
         self.problem = ""
         self._backend, self._poll_s, self._on_driver = backend, poll_s, on_driver
         self._store = WeightStore(RunDir(args.options.run).weights, read_only=True)
-        self._args, self._parts = args, parts
-        # Of a model with adapters: what they belong to is the same in every version.
-        self._frozen: Any = None
+        self._read: Callable[[int], tuple[Any, WeightVersion]] = lambda number: load_weights(
+            _with_version(args, number), parts
+        )
         engine = backend.driver.engine
         self._make = lambda params, version: _driver(args, parts, engine, params, version)
         self._stopped = threading.Event()
@@ -195,9 +194,7 @@ class Follower:
         if newest is None or (newest == present and not backend.reloading):
             return
         self.loading = newest.number
-        args = _with_version(self._args, newest.number)
-        params, version = load_weights(args, self._parts, frozen=self._frozen)
-        self._frozen = split_frozen(params)[1]
+        params, version = self._read(newest.number)
         if self._stopped.is_set():
             return
         if version.number > present.number and not backend.reloading:
