@@ -84,7 +84,7 @@ def _engine(parts: Parts, options: ServeOptions) -> Engine:
     rollout, shards = parts.config.rollout, parts.slot_shards
     slots = rollout.slots if options.slots is None else options.slots
     return Engine(
-        parts.model,
+        parts.served_model,
         slots=-(-slots // shards) * shards,
         max_length=length,
         prefill_chunk=min(options.prefill_chunk, length),
@@ -93,7 +93,7 @@ def _engine(parts: Parts, options: ServeOptions) -> Engine:
         max_stop_tokens=max(8, len(parts.stop_ids)),
         top_logprobs=min(TOP_LOGPROBS, parts.model.config.vocab_size),
         **prefill_rows(),
-        mesh=parts.mesh,
+        mesh=parts.sampler_mesh,
     )
 
 

@@ -43,7 +43,7 @@ from jaxrl.train.optimizer import make_optimizer
 from jaxrl.train.reference import Reference
 from jaxrl.types import TrajectoryBatch, TrajectoryGroup, WeightVersion
 from jaxrl.weights.digest import stamp
-from jaxrl.weights.exchange import publish, publish_to_processes
+from jaxrl.weights.exchange import Published, publish_to_sampler
 
 _LOGGER = get_logger("orchestration")
 
@@ -308,33 +308,37 @@ class RLTrainer:
 
     def _publish(self) -> None:
         """Hand the engine's weights to the sampler as the version that they are."""
-        copy, self._version = self._copy()
+        copy = self._copy()
+        self._version = copy.version
         if self._driver is None:
             self._pool = make_pool(self.config)
             longest = 0 if self._workflow is None else self._longest
-            self._driver = make_driver(self.parts, copy, self._version, max_length=longest)
+            # A narrower copy was verified on its way.
+            self._driver = make_driver(
+                self.parts, copy.params, copy.version, max_length=longest, verify=not copy.narrow
+            )
         else:
-            self._driver.set_weights(copy, self._version)
+            self._driver.set_weights(copy.params, copy.version)
         # Versions older than the staleness bound can be in no later batch.
         oldest = self._version.number - self.config.rollout.max_staleness
         self._digests = {n: digest for n, digest in self._digests.items() if n >= oldest}
         self._digests[self._version.number] = self._version.digest
-        self.session.ledger.published(self._version, where="memory")
+        fields = {"sampled_as": copy.digest} if copy.narrow else {}
+        self.session.ledger.published(self._version, where="memory", **fields)
 
-    def _copy(self) -> tuple[Any, WeightVersion]:
-        """What the sampler of this process gets, and its version."""
-        params, number = self._engine.params, self._engine.version
-        if hosts.count() == 1:
-            return publish(params, number)
-        copy, version = publish_to_processes(
-            params,
-            number,
-            self.parts.sampler_meshes,
-            self.parts.model.shardings(self.parts.sampler_mesh),
+    def _copy(self) -> Published:
+        """What the sampler of this process gets."""
+        parts = self.parts
+        copy = publish_to_sampler(
+            self._engine.params,
+            self._engine.version,
+            parts.served_model.abstract,
+            parts.served_model.shardings(parts.sampler_mesh),
+            meshes=parts.sampler_meshes if hosts.count() > 1 else (),
             frozen=self._sampled_frozen,
         )
-        _, self._sampled_frozen = split_frozen(copy)
-        return copy, version
+        self._sampled_frozen = split_frozen(copy.params)[1] or None
+        return copy
 
     def _periodic(self) -> None:
         """Evaluation, checkpoint and version on disk where they are due."""

@@ -118,4 +118,4 @@ def test_prompts_that_processes_cannot_share_are_refused_with_the_numbers(make_c
     monkeypatch.setattr(type(parts), "sampler_mesh", parts.mesh)
 
     with pytest.raises(ConfigError, match=r"rollout\.slots=16 must be a multiple of 3 processes"):
-        parts._check_samplers()
+        parts.check()
