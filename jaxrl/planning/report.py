@@ -30,13 +30,14 @@ def compile_record(
     layout: Layout, plan: MemoryPlan, topology: Topology, programs: Sequence[Program]
 ) -> dict[str, Any]:
     """Compiled programs as a JSON object. "peak_bytes": what a run keeps on a device all the time,
-    and the most that one of these programs needs besides."""
+    and the most that anything needs besides: one of these programs, or what is planned of the
+    others."""
     resident = sum(plan.resident.values())
-    besides = [
-        program.memory.temporary + program.memory.outputs - program.memory.aliased
+    besides = {name: sum(parts.values()) for name, parts in plan.programs.items()} | {
+        program.name: program.memory.temporary + program.memory.outputs - program.memory.aliased
         for program in programs
-    ]
-    peak = resident + max(besides, default=0)
+    }
+    peak = resident + max(besides.values(), default=0)
     limit = topology.chip.hbm_bytes
     return {
         **_head(layout, topology.name),
