@@ -25,6 +25,7 @@ MESH = MeshConfig(data=2, fsdp=-1)
 
 def run_job(tmp_path, config, scenario, count, devices):
     """The ends of the processes; what they write is below tmp_path / "job"."""
+    tmp_path.mkdir(exist_ok=True)
     (tmp_path / "config.json").write_text(json.dumps(to_record(config), default=str))
     folder, worker = tmp_path / "job", "orchestration/host_worker.py"
     with Job(folder, scenario, count, devices=devices, worker=worker) as job:
