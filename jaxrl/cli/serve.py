@@ -23,6 +23,7 @@ from jaxrl.serving.auth import load_token
 
 if TYPE_CHECKING:
     from jaxrl.cli.served import Served
+    from jaxrl.inference.driver import Driver
     from jaxrl.serving.backend import Backend
 
 _LOGGER = get_logger("serving")
@@ -69,6 +70,7 @@ async def _serve(args: Any, token: str | None) -> bool:
     backend = Backend(
         _model_name(options), timeout_s=options.timeout_s, max_waiting=options.max_waiting
     )
+    backend.follows = options.follow
     stopping = _watch_signals()
     async with _listening(backend, options, token) as addresses:
         for address in addresses:
@@ -99,6 +101,7 @@ def _load(args: Any, backend: Backend) -> Served:
     from jaxrl.cli.served import load_served
 
     served = load_served(args)
+    backend.model_meaning = served.parts.model_meaning
     backend.open(served.driver, chat=served.parts.chat, stop_ids=served.parts.stop_ids)
     return served
 
@@ -131,17 +134,28 @@ async def _driving(args: Any, backend: Backend, served: Served) -> AsyncIterator
     """The driver at work, and versions followed; the future is done when it has ended by itself."""
     from jaxrl.cli.served import Follower
 
-    loop, driver = asyncio.get_running_loop(), served.driver
+    loop = asyncio.get_running_loop()
     ended = loop.create_future()
-    driver.add_done_callback(lambda: loop.call_soon_threadsafe(_settle, ended, None, None))
-    follower = Follower(args, served.parts, backend) if args.options.follow else None
+
+    def watch(driver: Driver) -> None:
+        def over() -> None:
+            # One that another has replaced is no end of the server.
+            if driver is backend.driver and not backend.reloading:
+                loop.call_soon_threadsafe(_settle, ended, None, None)
+
+        driver.add_done_callback(over)
+
+    watch(served.driver)
+    follower = None
+    if args.options.follow:
+        follower = Follower(args, served.parts, backend, on_driver=watch)
     try:
         yield ended
     finally:
         if follower is not None:
             follower.stop()
         with contextlib.suppress(DeadlineError):
-            await _in_thread(lambda: driver.stop(LINGER_S))
+            await _in_thread(lambda: backend.driver.stop(LINGER_S))
 
 
 async def _drain(backend: Backend, grace_s: float) -> None:

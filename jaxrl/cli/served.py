@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -50,9 +51,16 @@ def load_served(args: Any) -> Served:
     if options.follow:
         _wait_for_first(options.run)
     params, version = load_weights(args, parts)
-    engine, kept = _engine(parts, options), options.prefix_cache_mb
+    driver = _driver(args, parts, _engine(parts, options), params, version)
+    return Served(parts, driver.start())
+
+
+def _driver(args: Any, parts: Parts, engine: Engine, params: Any, version: WeightVersion) -> Driver:
+    """A driver of `engine`, to be started."""
+    options: ServeOptions = args.options
+    kept = options.prefix_cache_mb
     in_flight = args.config.rollout.in_flight if options.in_flight == "run" else options.in_flight
-    driver = Driver(
+    return Driver(
         engine,
         params,
         version,
@@ -64,7 +72,6 @@ def load_served(args: Any) -> Served:
         prefill_budget=options.prefill_chunk,
         prefix_cache_bytes=None if kept is None else kept << 20,
     )
-    return Served(parts, driver.start())
 
 
 def _wait_for_first(run: str) -> None:
@@ -92,7 +99,8 @@ def _engine(parts: Parts, options: ServeOptions) -> Engine:
         steps_per_dispatch=rollout.steps_per_dispatch,
         max_stop_tokens=max(8, len(parts.stop_ids)),
         top_logprobs=min(TOP_LOGPROBS, parts.model.config.vocab_size),
-        **prefill_rows(),
+        # Who samples for a run computes as its trainer would: the same programs, the same bits.
+        **({} if rollout.samplers else prefill_rows()),
         mesh=parts.sampler_mesh,
     )
 
@@ -109,50 +117,99 @@ def prefill_rows() -> dict[str, int]:
 class Follower:
     """Serves each new version of a run as it is published, from a thread, until `stop`.
 
-    A version that cannot be read or fitted is reported, and the present one goes on serving.
+    It looks for one every `poll_s` seconds, and whenever `look` asks it to. A version that cannot
+    be read or fitted is reported, and the present one goes on serving. If the run goes back, as
+    after a kill, and makes the present version anew or takes it away, the newest one is served by
+    a new driver, `on_driver` is told of it, and completions that are under way end with an error.
     """
 
-    def __init__(self, args: Any, parts: Parts, backend: Backend, *, poll_s: float = POLL_S):
-        self._backend, self._poll_s = backend, poll_s
+    def __init__(
+        self,
+        args: Any,
+        parts: Parts,
+        backend: Backend,
+        *,
+        poll_s: float = POLL_S,
+        on_driver: Callable[[Driver], None] = lambda driver: None,
+    ):
+        self.loading: int | None = None
+        self.problem = ""
+        self._backend, self._poll_s, self._on_driver = backend, poll_s, on_driver
         self._store = WeightStore(RunDir(args.options.run).weights, read_only=True)
         self._read: Callable[[int], tuple[Any, WeightVersion]] = lambda number: load_weights(
             _with_version(args, number), parts
         )
+        engine = backend.driver.engine
+        self._make = lambda params, version: _driver(args, parts, engine, params, version)
         self._stopped = threading.Event()
-        self._complaint = ""
+        # Asked is raised by others, seen by the thread.
+        self._wake, self._asked, self._seen = threading.Event(), itertools.count(1), (0, None)
+        self._last_asked = 0
         self._thread = threading.Thread(target=self._run, name="jaxrl-follower", daemon=True)
+        backend.follower = self
         self._thread.start()
 
     def stop(self) -> None:
         """Look for no more versions; one that is being read is dropped when it has been."""
         self._stopped.set()
+        self._wake.set()
+
+    def look(self) -> int:
+        """As `serving.backend.Follows` says."""
+        self._last_asked = next(self._asked)
+        self._wake.set()
+        return self._last_asked
+
+    def newest(self, ticket: int) -> WeightVersion | None:
+        """As `serving.backend.Follows` says."""
+        seen, version = self._seen
+        return version if seen >= ticket else None
 
     def _run(self) -> None:
-        while not self._stopped.wait(self._poll_s):
+        while True:
+            self._wake.wait(self._poll_s)
+            self._wake.clear()
+            if self._stopped.is_set():
+                return
             try:
                 self._look()
-            except DriverError:
-                return
+            except DriverError as error:
+                if self._stopped.is_set() or self._backend.driver.failure is not None:
+                    return
+                self._complain(str(error))
             except (JaxrlError, ValueError, OSError) as error:
                 self._complain(str(error))
             except Exception as error:
                 # No room on the device for second weights, say: later there may be.
                 self._complain(f"{type(error).__name__}: {error}", exc_info=True)
+            finally:
+                self.loading = None
 
     def _look(self) -> None:
-        newest = self._store.numbers()[-1:]
-        if not newest or newest[0] <= self._backend.driver.version.number:
+        asked, backend = self._last_asked, self._backend
+        number = next(iter(self._store.numbers()[-1:]), None)
+        newest = None if number is None else self._store.stamp(number).version
+        self._seen = (asked, newest)
+        present = backend.driver.version
+        if newest is None or (newest == present and not backend.reloading):
             return
-        params, version = self._read(newest[0])
-        if not self._stopped.is_set():
-            self._backend.set_weights(params, version)
-            self._complaint = ""
-            _LOGGER.info("now serving weights %s", version)
+        self.loading = newest.number
+        params, version = self._read(newest.number)
+        if self._stopped.is_set():
+            return
+        if version.number > present.number and not backend.reloading:
+            backend.set_weights(params, version)
+        else:
+            _LOGGER.warning("the run has taken %s back: serving %s instead", present, version)
+            backend.reopen(lambda: self._make(params, version).start())
+            self._on_driver(backend.driver)
+        self.problem = ""
+        _LOGGER.info("now serving weights %s", version)
 
     def _complain(self, complaint: str, *, exc_info: bool = False) -> None:
         """Once: the same thing goes wrong again at every look."""
-        if complaint != self._complaint:
-            self._complaint = complaint
+        if complaint != self.problem:
+            self.problem = complaint
             _LOGGER.warning("cannot follow the run, trying again: %s", complaint, exc_info=exc_info)
 
 

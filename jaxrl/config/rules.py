@@ -66,6 +66,17 @@ def increasing() -> Rule:
     )
 
 
+def http_addresses() -> Rule:
+    """A tuple of addresses of servers, each once; empty is allowed."""
+    pattern = r"https?://([\w.-]+|\[[0-9A-Fa-f:.]+\]):\d{1,5}"
+    return Rule(
+        "addresses such as http://10.0.0.2:8000, with http or https and a port, each at most once",
+        lambda value: (
+            len(set(value)) == len(value) and all(re.fullmatch(pattern, one) for one in value)
+        ),
+    )
+
+
 def among(names: Sequence[str]) -> Rule:
     """A tuple of some of `names`, each once."""
     return Rule(

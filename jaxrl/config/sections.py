@@ -339,6 +339,15 @@ class RolloutConfig:
     wait_timeout_s: float = rare(
         300.0, "longest wait of the trainer for a batch in seconds", rules.seconds()
     )
+    samplers: tuple[str, ...] = rare(
+        (),
+        "addresses of the `jaxrl serve --run=OUTPUT_DIR --follow` that sample for the run; () "
+        "samples in the trainer's own process",
+        rules.http_addresses(),
+    )
+    samplers_token_file: str = rare(
+        "", "file with the token that they ask for; empty: that in JAXRL_SERVE_TOKEN, or none"
+    )
 
 
 @section("rewards.")

@@ -75,6 +75,10 @@ class Batcher:
         self._fresh: list[int] = []
         self._state = engine.init_state()
 
+    def release(self) -> None:
+        """Give up the slots' memory; nothing can be decoded any more."""
+        self._state = None
+
     @property
     def free_slots(self) -> list[int]:
         """Slots without a request, ascending."""

@@ -333,6 +333,7 @@ class Driver:
             cause = error
         finally:
             self._close(cause)
+            self._batcher.release()
 
     def _wait_for_work(self) -> bool:
         """Sleeps until there is something to do; False when the driver shall stop."""

@@ -39,15 +39,24 @@ def sampler_sizes(
 
 
 def check_shares(
-    config: ExperimentConfig, model: ModelConfig, sizes: Mapping[str, int], processes: int
+    config: ExperimentConfig,
+    model: ModelConfig,
+    sizes: Mapping[str, int] | None,
+    processes: int,
 ) -> None:
     """Raise `ConfigError`, with the numbers, unless slots and prompts divide among `processes` that
-    each sample on a mesh of these `sizes`, and the mesh divides the `model`."""
+    each sample on a mesh of these `sizes` (None: they do not sample), and it divides the `model`.
+    """
+    batch, group = config.train.batch_size, config.rollout.group_size
+    rule = f"a multiple of {processes} processes x rollout.group_size={group}"
+    demand(batch % (processes * group) == 0, "train.batch_size", batch, rule)
+    if sizes is None:
+        return
     try:
         check_mesh(model, sizes)
     except ConfigError as error:
         raise ConfigError(f"the mesh that a process samples on: {error}") from None
-    slots, batch, group = config.rollout.slots, config.train.batch_size, config.rollout.group_size
+    slots = config.rollout.slots
     axes = {axis: sizes[axis] for axis in DEFAULT_RULES.spec(("slots",))[0] if sizes[axis] > 1}
     shards = math.prod(axes.values())
     parts = " x ".join(f"{axis}={size}" for axis, size in axes.items()) or "1"
@@ -56,5 +65,3 @@ def check_shares(
     else:
         rule = f"a multiple of {parts} of the mesh that samples"
     demand(slots % (processes * shards) == 0, "rollout.slots", slots, rule)
-    rule = f"a multiple of {processes} processes x rollout.group_size={group}"
-    demand(batch % (processes * group) == 0, "train.batch_size", batch, rule)

@@ -11,9 +11,7 @@ import numpy as np
 
 from jaxrl.config import ExperimentConfig
 from jaxrl.distributed import current
-from jaxrl.errors import ConfigError, JaxrlError
-from jaxrl.inference.driver import Driver
-from jaxrl.models.lora import split_frozen
+from jaxrl.errors import ConfigError, DeadlineError, JaxrlError
 from jaxrl.observe import names
 from jaxrl.observe.logger import get_logger
 from jaxrl.observe.plots import plot_metrics
@@ -28,9 +26,11 @@ from jaxrl.orchestration.recovery import (
     restore_engine,
     save_checkpoint,
 )
-from jaxrl.orchestration.samplers import TextSampler, eval_params, make_driver, make_pool
+from jaxrl.orchestration.samplers import TextSampler, eval_params, make_pool
+from jaxrl.orchestration.sampling import Sampling, make_sampling
 from jaxrl.orchestration.session import Session
 from jaxrl.orchestration.sft import SFTTrainer
+from jaxrl.rewards.pool import RewardPool
 from jaxrl.rollout.collate import collate, rows_for
 from jaxrl.rollout.collector import Collector
 from jaxrl.rollout.frontier import merged
@@ -43,7 +43,6 @@ from jaxrl.train.optimizer import make_optimizer
 from jaxrl.train.reference import Reference
 from jaxrl.types import TrajectoryBatch, TrajectoryGroup, WeightVersion
 from jaxrl.weights.digest import stamp
-from jaxrl.weights.exchange import Published, publish_to_sampler
 
 _LOGGER = get_logger("orchestration")
 
@@ -72,10 +71,11 @@ class RLTrainer:
         self.parts = self.session.parts
         self.evaluations: dict[str, Evaluation] = {}
         self._workflow = workflow
-        self._driver: Driver | None = None
+        self._sampling: Sampling | None = None
+        self._pool: RewardPool | None = None
+        self._version: WeightVersion | None = None
         self._digests: dict[int, str] = {}
         self._tokens_seen = 0
-        self._sampled_frozen: Any = None
 
     def __enter__(self) -> RLTrainer:
         return self
@@ -114,13 +114,14 @@ class RLTrainer:
 
     def evaluate(self) -> Evaluation:
         """Evaluate the present weights on the held-out prompts."""
-        self._require_driver("evaluate()")
+        self._require_weights("evaluate()")
         return self._evaluate("asked")
 
     @property
     def sampler(self) -> TextSampler:
         """Generates text under the weights that were published last."""
-        return TextSampler(self._require_driver("sampler"), self.parts)
+        self._require_weights("sampler")
+        return TextSampler(self._sampling.pinned(self._version), self.parts)
 
     @property
     def _longest(self) -> int:
@@ -132,7 +133,7 @@ class RLTrainer:
     @property
     def version(self) -> WeightVersion:
         """The weights that were published last."""
-        self._require_driver("version")
+        self._require_weights("version")
         return self._version
 
     @property
@@ -142,10 +143,12 @@ class RLTrainer:
 
     def close(self) -> None:
         """Stop the sampler and the reward processes, and close the run's files."""
-        if self._driver is not None:
-            self._driver.stop()
+        if self._sampling is not None:
+            self._sampling.stop()
+            self._sampling = None
+        if self._pool is not None:
             self._pool.close()
-            self._driver = None
+            self._pool = None
         self.session.close()
 
     # How a run begins.
@@ -155,6 +158,9 @@ class RLTrainer:
         place = latest_place(self.session)
         # Versions that a killed run published after its last checkpoint belong to no history now.
         self.session.store.discard_after(-1 if place is None else place.version.number)
+        longest = 0 if self._workflow is None else self._longest
+        # Before anything that takes long: samplers may be missing.
+        self._sampling = make_sampling(self.session, longest)
         if place is None or place.phase == "sft":
             params, start = self._cold_start(place)
             place, resuming = Place("rl", start, {}, start.number), False
@@ -166,6 +172,7 @@ class RLTrainer:
             restore_engine(self.session, self._engine, place)
         self._place = place
         self._publish()
+        self._pool = make_pool(self.config)
         if not resuming:
             self._store_version()
         self._reference = self._load_reference()
@@ -231,7 +238,7 @@ class RLTrainer:
             on_error=self.config.rewards.on_error,
         )
         return Collector(
-            self._driver,
+            self._sampling.sampler,
             workflow,
             self.parts.train_prompts,
             controller=controller,
@@ -251,9 +258,11 @@ class RLTrainer:
         whole = self.config.train.batch_size // self.config.rollout.group_size
 
         def collect() -> list[TrajectoryGroup]:
-            return collector.next_batch(
-                self._version.number, whole // hosts.count(), self.config.rollout.wait_timeout_s
-            )
+            own, wait_s = whole // hosts.count(), self.config.rollout.wait_timeout_s
+            try:
+                return collector.next_batch(self._version.number, own, wait_s)
+            except DeadlineError as error:
+                raise DeadlineError(f"{error}{self._sampling.describe()}") from error
 
         return exchange_groups(collect, self._version.number, self._digests, self.session)
 
@@ -276,7 +285,7 @@ class RLTrainer:
         collector.set_version(self._version.number)
         frontiers, tokens = zip(
             *hosts.exchange(
-                "what was sampled", lambda: (collector.frontier(), self._driver.stats().tokens)
+                "what was sampled", lambda: (collector.frontier(), self._sampling.tokens())
             ),
             strict=True,
         )
@@ -308,50 +317,30 @@ class RLTrainer:
 
     def _publish(self) -> None:
         """Hand the engine's weights to the sampler as the version that they are."""
-        copy = self._copy()
-        self._version = copy.version
-        if self._driver is None:
-            self._pool = make_pool(self.config)
-            longest = 0 if self._workflow is None else self._longest
-            # A narrower copy was verified on its way.
-            self._driver = make_driver(
-                self.parts, copy.params, copy.version, max_length=longest, verify=not copy.narrow
-            )
-        else:
-            self._driver.set_weights(copy.params, copy.version)
+        self._version = self._sampling.publish(self._engine.params, self._engine.version)
         # Versions older than the staleness bound can be in no later batch.
         oldest = self._version.number - self.config.rollout.max_staleness
         self._digests = {n: digest for n, digest in self._digests.items() if n >= oldest}
         self._digests[self._version.number] = self._version.digest
-        fields = {"sampled_as": copy.digest} if copy.narrow else {}
-        self.session.ledger.published(self._version, where="memory", **fields)
-
-    def _copy(self) -> Published:
-        """What the sampler of this process gets."""
-        parts = self.parts
-        copy = publish_to_sampler(
-            self._engine.params,
-            self._engine.version,
-            parts.served_model.abstract,
-            parts.served_model.shardings(parts.sampler_mesh),
-            meshes=parts.sampler_meshes if hosts.count() > 1 else (),
-            frozen=self._sampled_frozen,
-        )
-        self._sampled_frozen = split_frozen(copy.params)[1] or None
-        return copy
 
     def _periodic(self) -> None:
         """Evaluation, checkpoint and version on disk where they are due."""
         done, checkpoint = self.updates, self.config.checkpoint
         self.session.note_checkpoint()
+        self._sampling.tidy(self._keeps)
         if done == self.config.train.steps:
             return
         if self.config.eval.every and done % self.config.eval.every == 0:
             self._evaluate("during")
-        if checkpoint.publish_every and done % checkpoint.publish_every == 0:
+        if self._keeps(self._version.number):
             self._store_version()
         if checkpoint.every and done % checkpoint.every == 0:
             save_checkpoint(self.session, self._engine, self._place)
+
+    def _keeps(self, number: int) -> bool:
+        """Whether the version stays in the store whatever comes after it."""
+        done, every = number - self._place.rl_start, self.config.checkpoint.publish_every
+        return done <= 0 or (every > 0 and done % every == 0)
 
     def _log(
         self,
@@ -385,7 +374,7 @@ class RLTrainer:
         """Evaluate the published version; nothing is published meanwhile."""
         rollout = self.config.rollout
         result = evaluate(
-            self._driver,
+            self._sampling.pinned(self._version),
             self._pool,
             self.parts.eval_prompts[: self.config.eval.size],
             eval_params(self.parts),
@@ -413,6 +402,8 @@ class RLTrainer:
         return None
 
     def _store_version(self) -> None:
+        if self._sampling.stores:
+            return
         current().verify(f"version {self._version.number}")
         self.session.store.publish(self._engine.params, self._version)
         self.session.ledger.published(self._version, where="store")
@@ -444,7 +435,6 @@ class RLTrainer:
             except JaxrlError as error:
                 _LOGGER.warning("no plots: %s", error)
 
-    def _require_driver(self, what: str) -> Driver:
-        if self._driver is None:
+    def _require_weights(self, what: str) -> None:
+        if self._sampling is None or self._version is None:
             raise ConfigError(f"{what} needs weights: call fit() first")
-        return self._driver

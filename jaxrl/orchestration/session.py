@@ -78,7 +78,9 @@ class Parts:
         check_mesh(self.model.config, self.mesh.shape, length=config.row_length)
         if model.weights:
             check_folder(model.weights, base_model(self.model))
-        check_shares(config, self.model.config, self.sampler_mesh.shape, hosts.count())
+        # Samplers in processes of their own have devices and slots of their own.
+        sizes = None if config.rollout.samplers else self.sampler_mesh.shape
+        check_shares(config, self.model.config, sizes, hosts.count())
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:

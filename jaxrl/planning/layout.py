@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from jaxrl.config import ExperimentConfig, MeshConfig
+from jaxrl.config import ExperimentConfig, MeshConfig, SamplerMeshConfig
 from jaxrl.data.tokenizers import load_tokenizer
 from jaxrl.errors import ConfigError, DataError
 from jaxrl.inference.engine import Engine
@@ -133,6 +133,9 @@ def make_layout(
     model = dataclasses.replace(config.model, vocab_size=_vocabulary(config))
     if n_devices % processes:
         raise ConfigError(f"{n_devices} devices must be a multiple of {processes} processes")
+    if config.rollout.samplers:
+        # Their mesh is one of other devices.
+        config = dataclasses.replace(config, sampler_mesh=SamplerMeshConfig())
     inner = sampler_sizes(config, sizes, n_devices // processes, processes)
     mesh = make_mesh(**sizes, devices=devices) if devices else _abstract(sizes)
     if sampler_devices is None and processes == 1:
@@ -165,7 +168,8 @@ def _check(layout: Layout) -> None:
         rows=layout.rows // layout.micro_batches if layout.phase else None,
         length=config.row_length,
     )
-    check_shares(config, layout.model.config, layout.sampler_mesh.shape, layout.processes)
+    sampled = None if config.rollout.samplers else layout.sampler_mesh.shape
+    check_shares(config, layout.model.config, sampled, layout.processes)
     try:
         layout.model.shardings(layout.mesh)
     except ValueError as error:

@@ -50,19 +50,22 @@ def plan_memory(layout: Layout, *, kernel: bool = False) -> MemoryPlan:
         resident["weights"] = weights
         resident["optimizer state"] = bytes_per_device(state.opt_state)
         programs["train"] = train_parts(layout, kernel=kernel)
-    sampled, passing = _sampled(layout)
+    # Samplers in processes of their own have devices of their own.
+    here = not (layout.phase == "rl" and layout.config.rollout.samplers)
+    sampled, passing = _sampled(layout) if here else (0, {})
     resident["weights of the sampler"] = sampled
-    resident["KV cache"] = bytes_per_device(layout.engine.abstract_state)
-    if layout.phase == "rl":
+    resident["KV cache"] = here * bytes_per_device(layout.engine.abstract_state)
+    if layout.phase == "rl" and here:
         # The new version arrives while the old one is still served.
         programs["publish"] = passing
-        if layout.config.algorithm.kl_coef:
-            offload = layout.config.algorithm.ref_offload
-            resident["reference weights"] = 0 if offload else trained
-            visit = {"visiting reference weights": trained} if offload else {}
-            programs["reference"] = visit | forward_parts(layout, kernel=kernel)
-    programs["prefill"] = prefill_parts(layout)
-    programs["decode"] = decode_parts(layout)
+    if layout.phase == "rl" and layout.config.algorithm.kl_coef:
+        offload = layout.config.algorithm.ref_offload
+        resident["reference weights"] = 0 if offload else trained
+        visit = {"visiting reference weights": trained} if offload else {}
+        programs["reference"] = visit | forward_parts(layout, kernel=kernel)
+    if here:
+        programs["prefill"] = prefill_parts(layout)
+        programs["decode"] = decode_parts(layout)
     return MemoryPlan(resident, programs)
 
 

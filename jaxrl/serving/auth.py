@@ -17,13 +17,16 @@ VARIABLE = "JAXRL_SERVE_TOKEN"
 SHORTEST = 8
 
 
-def load_token(file: str, environment: Mapping[str, str] = os.environ) -> str | None:
-    """The token in `file`, or, with file "", in the environment; None: nobody needs one.
+def load_token(
+    file: str, environment: Mapping[str, str] = os.environ, *, option: str = "--token-file"
+) -> str | None:
+    """The token in `file`, which `option` names, or, with file "", in the environment; None:
+    nobody needs one.
 
     Raises `ConfigError` for a file that cannot be read, and for a token that is too short or holds
     anything but visible ASCII characters. The message does not show it.
     """
-    source = f"--token-file={file}" if file else f"the environment variable {VARIABLE}"
+    source = f"{option}={file}" if file else f"the environment variable {VARIABLE}"
     if file:
         try:
             token = Path(file).read_text(encoding="utf-8").strip()

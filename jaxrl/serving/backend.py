@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from jaxrl.errors import DriverError, NotReadyError
@@ -36,12 +36,29 @@ class Meter(Protocol):
         """A request has ended: "ok", "cancelled", or the code of its error."""
 
 
+class Follows(Protocol):
+    """Who takes up the versions of a run as they are published; may be asked from any thread."""
+
+    loading: int | None
+    """The version that is being read."""
+    problem: str
+    """Why the newest version is not served; "" if nothing is wrong."""
+
+    def look(self) -> int:
+        """Look for a new version now; returns at once, with a ticket for `newest`."""
+
+    def newest(self, ticket: int) -> WeightVersion | None:
+        """The newest version of the run, from a look that began after `look` gave the ticket."""
+
+
 @dataclasses.dataclass(eq=False)
 class Backend:
     """A model as it is served. Without a driver it is loading; `open` makes it ready.
 
     `name` is what clients call the model; `chat` is how it is asked in a chat, None where the model
-    has no template; `timeout_s` bounds every request (None: no limit).
+    has no template; `timeout_s` bounds every request (None: no limit). If it `follows` a run,
+    `follower` takes up that run's versions, once there is one. `model_meaning` is what the numbers
+    of the weights mean, field by field.
     """
 
     name: str
@@ -54,6 +71,10 @@ class Backend:
     chat: ChatPrompts | None = None
     stop_ids: tuple[int, ...] = ()
     draining: bool = False
+    reloading: bool = False
+    follows: bool = False
+    follower: Follows | None = None
+    model_meaning: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._versions: collections.OrderedDict[int, WeightVersion] = collections.OrderedDict()
@@ -82,7 +103,7 @@ class Backend:
             return "failed"
         if self.draining:
             return "draining"
-        return "loading" if self.driver is None else "ready"
+        return "loading" if self.driver is None or self.reloading else "ready"
 
     def ready(self) -> Driver:
         """The driver. Raises `NotReadyError`, or `DriverError` if the engine has failed."""
@@ -111,8 +132,10 @@ class Backend:
                     yield piece
         except DriverError as error:
             told = error
-            if self.draining and driver.failure is None:
+            if driver.failure is None and self.draining:
                 told = NotReadyError("the server shut down before the completion had ended")
+            elif driver.failure is None and (self.reloading or driver is not self.driver):
+                told = NotReadyError("the run has taken back the weights of this completion")
             outcome = status_of(told).code
             raise told from error
         except Exception as error:
@@ -133,6 +156,20 @@ class Backend:
         except BaseException:
             self._remember(before or WeightVersion(version.number, ""))
             raise
+
+    def reopen(self, make: Callable[[], Driver]) -> None:
+        """Serve the started driver that `make` gives, in place of the present one; blocks.
+
+        Requests of the old one end with `NotReadyError`: a number of theirs may mean other weights
+        from now on. The server is loading until the new one is there, also if `make` raises.
+        """
+        self.reloading = True
+        self.driver.stop()
+        driver = make()
+        with self._lock:
+            self._versions.clear()
+        self._remember(driver.version)
+        self.driver, self.reloading = driver, False
 
     def version(self, number: int) -> WeightVersion:
         """The version of a token. The digest is "" if it was never told, or long ago."""

@@ -10,6 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from jaxrl.serving.backend import Backend
 from jaxrl.serving.errors import RETRY_AFTER_S, message_of, status_of
+from jaxrl.serving.weights_reply import version_object
 
 CLIENT_LEFT = 499
 """What is counted, and never sent, where a client has left before its answer."""
@@ -89,7 +90,7 @@ def model(backend: Backend) -> dict[str, Any]:
         "created": backend.created,
         "owned_by": "jaxrl",
         "max_model_len": driver.engine.max_length,
-        "weight_version": {"number": driver.version.number, "digest": driver.version.digest},
+        "weight_version": version_object(driver.version),
     }
 
 

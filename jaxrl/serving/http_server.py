@@ -23,6 +23,7 @@ from jaxrl.serving.openai_answers import Answer, ChatAnswer, CompletionAnswer
 from jaxrl.serving.openai_requests import Ask, read_chat, read_completion
 from jaxrl.serving.status_page import page, status
 from jaxrl.serving.token_texts import TokenTexts
+from jaxrl.serving.weights_reply import weights_reply
 
 MAX_BODY = 4 << 20
 """Bytes of the largest request."""
@@ -108,6 +109,7 @@ class _Routes:
                 web.post("/v1/chat/completions", self._chat),
                 web.get("/v1/models", self._models),
                 web.get("/v1/models/{model:.+}", self._model),
+                web.get("/v1/weights", self._weights),
                 web.get("/health", self._health),
                 web.get("/metrics", self._show_metrics),
                 web.get("/status", self._status),
@@ -195,6 +197,9 @@ class _Routes:
         if name != self._backend.name:
             raise ModelNotFoundError(f"there is no model {name[:80]!r} here", "model")
         return replies.json_reply(replies.model(self._backend))
+
+    async def _weights(self, request: web.Request) -> web.Response:
+        return replies.json_reply(await weights_reply(self._backend, request.query))
 
     async def _health(self, request: web.Request) -> web.Response:
         state = self._backend.state

@@ -13,6 +13,7 @@ from jaxrl.serving.backend import Backend
 from jaxrl.serving.generation import Piece
 from jaxrl.serving.openai_requests import Ask
 from jaxrl.serving.token_texts import TokenTexts
+from jaxrl.serving.weights_reply import version_object
 
 
 class Answer(abc.ABC):
@@ -84,16 +85,16 @@ class Answer(abc.ABC):
             "model": self._backend.name,
             "system_fingerprint": str(self._backend.version(versions[-1])),
             "weight_version": self._versions(versions),
+            "weight_versions": [
+                version_object(self._backend.version(number)) for number in sorted({*versions})
+            ],
             "choices": choices,
         }
 
     def _versions(self, versions: Sequence[int]) -> dict[str, Any]:
         """The versions of the first and of the last token."""
         first, last = (self._backend.version(number) for number in (versions[0], versions[-1]))
-        return {
-            "first": {"number": first.number, "digest": first.digest},
-            "last": {"number": last.number, "digest": last.digest},
-        }
+        return {"first": version_object(first), "last": version_object(last)}
 
     def _details(
         self, choice: _Choice, piece: Piece, offset: int, *, first: bool

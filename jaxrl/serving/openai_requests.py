@@ -172,11 +172,29 @@ def _params(fields: Fields, backend: Backend, longest: int, top_logprobs: int) -
         longest,
         temperature=temperature,
         seed=secrets.randbelow(_SEEDS) if seed is None else seed,
-        stop_tokens=() if fields.boolean("ignore_eos") else backend.stop_ids,
+        stop_tokens=_stop_tokens(fields, backend),
         top_k=max(0, fields.integer("top_k", 0, -1, MAX_INTEGER)),
         top_p=fields.number("top_p", 1.0, 0, 1),
         top_logprobs=top_logprobs,
     )
+
+
+def _stop_tokens(fields: Fields, backend: Backend) -> tuple[int, ...]:
+    """The tokens that end a completion: those that end a text, and those of the request."""
+    given = fields.take("stop_token_ids") or []
+    if not isinstance(given, list) or not all(type(token) is int for token in given):
+        raise FieldError("stop_token_ids must be a list of token ids", "stop_token_ids")
+    size = backend.driver.engine.model.config.vocab_size if given else 0
+    for token in given:
+        if not 0 <= token < size:
+            rule = f"must hold whole numbers from 0 to {size - 1}"
+            raise FieldError(f"stop_token_ids={_short(token)} {rule}", "stop_token_ids")
+    ends = () if fields.boolean("ignore_eos") else backend.stop_ids
+    return tuple(dict.fromkeys((*ends, *given)))
+
+
+def _short(token: int) -> str:
+    return str(token) if abs(token) < 1 << 64 else "(a huge number)"
 
 
 def _check_lengths(prompts: Sequence[np.ndarray], new: int, most: int, source: str) -> None:

@@ -6,6 +6,7 @@ import logging
 import shutil
 import time
 
+import numpy as np
 import pytest
 from cli.serve_cases import MODEL, arguments
 
@@ -16,6 +17,7 @@ from jaxrl.errors import ConfigError
 from jaxrl.models.model import build_model, init_params
 from jaxrl.orchestration.run_dir import RunDir
 from jaxrl.serving.backend import Backend
+from jaxrl.types import SamplingParams
 from jaxrl.weights.digest import stamp
 from jaxrl.weights.store import WeightStore
 
@@ -154,6 +156,82 @@ def test_follower_reports_what_goes_wrong_once_and_goes_on(run_folder, programs,
         follower.stop()
 
     assert log.text.count("cannot follow the run") == 2
+
+
+@pytest.mark.parametrize("later", [[], [7]])
+def test_follower_serves_what_a_run_that_went_back_made_anew(run_folder, programs, log, later):
+    folder, publish = run_folder
+    publish(6, 1)
+    args = _follow(folder, programs)
+    loaded = served.load_served(args)
+    backend, replaced = Backend("run", follows=True), []
+    backend.open(loaded.driver)
+    store = WeightStore(folder / "weights")
+    prompt, params = np.array([65, 66]), SamplingParams(8, temperature=0)
+    before = loaded.driver.sample_blocking(prompt, params)
+
+    follower = served.Follower(args, loaded.parts, backend, on_driver=replaced.append)
+    store.discard_after(5)
+    again = [publish(number, number + 5) for number in (6, *later)][-1]
+    follower.look()
+    _until(lambda: backend.state == "ready" and backend.driver.version == again)
+    after = backend.driver.sample_blocking(prompt, params)
+    follower.stop()
+    backend.driver.stop()
+
+    # Also for a prompt whose beginning was kept: the old weights had the same number.
+    expected = loaded_again(args, prompt, params)
+    np.testing.assert_array_equal(after.logprobs, expected.logprobs)
+    assert not np.array_equal(before.logprobs, after.logprobs)
+    assert backend.version(again.number) == again
+    assert replaced == ([] if later else [backend.driver])
+    # There is no room for two caches.
+    assert later or loaded.driver._batcher._state is None
+
+
+def loaded_again(args, prompt, params):
+    """The completion of a server that starts now."""
+    with served.load_served(args).driver as driver:
+        return driver.sample_blocking(prompt, params)
+
+
+def test_follower_goes_back_when_its_version_is_taken_away(run_folder, programs):
+    folder, publish = run_folder
+    publish(6, 1)
+    args = _follow(folder, programs)
+    loaded = served.load_served(args)
+    backend = Backend("run", follows=True)
+    backend.open(loaded.driver)
+    waiting = loaded.driver.submit(np.array([65, 66]), SamplingParams(60, seed=1))
+
+    follower = served.Follower(args, loaded.parts, backend, poll_s=0.02)
+    WeightStore(folder / "weights").discard_after(5)
+    _until(lambda: backend.state == "ready" and backend.driver.version.number == 0)
+    later = publish(1, 4)
+    _until(lambda: backend.driver.version == later)
+    follower.stop()
+    backend.driver.stop()
+
+    assert waiting.done()
+    assert backend.version(6).digest == ""
+
+
+def test_follower_that_is_asked_looks_at_once(run_folder, programs):
+    folder, publish = run_folder
+    args = _follow(folder, programs)
+    loaded = served.load_served(args)
+    backend = Backend("run", follows=True)
+    backend.open(loaded.driver)
+
+    with loaded.driver as driver:
+        follower = served.Follower(args, loaded.parts, backend, poll_s=1e6)
+        version = publish(1, 1)
+        ticket = follower.look()
+        _until(lambda: driver.version == version)
+        follower.stop()
+
+    assert follower.newest(ticket) == version
+    assert follower.newest(ticket + 1) is None
 
 
 def _until(condition):

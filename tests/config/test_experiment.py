@@ -91,6 +91,14 @@ def test_fields_numbers_have_a_rule_and_text_says_what_is_accepted():
             "train.row_length=255 must be 0 or at least 256",
         ),
         (
+            lambda: RolloutConfig(samplers=("10.0.0.2:8000",)),
+            "rollout.samplers=('10.0.0.2:8000',) must be addresses such as http://10.0.0.2:8000",
+        ),
+        (
+            lambda: RolloutConfig(samplers=("http://[::1]:8000", "http://[::1]:8000")),
+            "each at most once",
+        ),
+        (
             lambda: make(rollout=RolloutConfig(prefill_buckets=(32, 257))),
             "rollout.prefill_buckets=(32, 257) must be at most 256 each",
         ),

@@ -59,10 +59,10 @@ def test_sampler_sizes_that_do_not_divide_the_devices_are_refused_with_the_numbe
 @pytest.mark.parametrize(
     ("processes", "sizes", "message"),
     [
-        (3, {}, r"rollout\.slots=16 must be a multiple of 3 processes x 1 of the mesh"),
         (2, {"data": 3}, r"rollout\.slots=16 must be a multiple of 2 processes x data=3"),
         (1, {"data": 3, "fsdp": 2}, r"slots=16 must be a multiple of data=3 x fsdp=2 of the mesh"),
         (8, {}, r"train\.batch_size=16 must be a multiple of 8 processes x rollout\.group_size=4"),
+        (3, None, r"train\.batch_size=16 must be a multiple of 3 processes"),
         (1, {"tensor": 4}, "the mesh that a process samples on: model.n_kv_heads=2 must be divis"),
     ],
 )
@@ -70,4 +70,5 @@ def test_check_shares_refuses_what_does_not_divide_with_the_numbers(processes, s
     config = small_config()
 
     with pytest.raises(ConfigError, match=message):
-        check_shares(config, config.model, dict.fromkeys(AXES, 1) | sizes, processes)
+        whole = None if sizes is None else dict.fromkeys(AXES, 1) | sizes
+        check_shares(config, config.model, whole, processes)

@@ -118,5 +118,5 @@ def test_prompts_that_processes_cannot_share_are_refused_with_the_numbers(make_c
     parts = RLTrainer(make_config()).parts
     monkeypatch.setattr(type(parts), "sampler_mesh", parts.mesh)
 
-    with pytest.raises(ConfigError, match=r"rollout\.slots=16 must be a multiple of 3 processes"):
+    with pytest.raises(ConfigError, match=r"train\.batch_size=16 must be a multiple of 3 proc"):
         parts.check()

@@ -70,6 +70,18 @@ def test_plan_of_adapters_keeps_moments_and_copies_of_adapters_only():
     assert plan.resident["weights of the sampler"] < plan.resident["weights"] / 2
 
 
+def test_plan_with_samplers_elsewhere_counts_nothing_of_them():
+    here = plan_memory(make_layout(small_config(), 2))
+    away = {"samplers": ("http://10.0.0.2:8000",)}
+
+    plan = plan_memory(make_layout(small_config(rollout=away), 2))
+
+    assert plan.resident["weights of the sampler"] == plan.resident["KV cache"] == 0
+    assert not {"publish", "prefill", "decode"} & set(plan.programs)
+    assert set(here.programs) - set(plan.programs) == {"prefill", "decode"}
+    assert plan.resident["optimizer state"] == here.resident["optimizer state"]
+
+
 def test_plan_without_training_holds_weights_once():
     plan = plan_memory(make_layout(small_config(train={"steps": 0}), 1))
 

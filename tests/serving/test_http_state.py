@@ -271,6 +271,7 @@ def test_new_weights_are_named_token_by_token(tiny, gate):
     old, new = ({"number": n, "digest": tiny.versions[n].digest} for n in (0, 1))
     assert answer["weight_version"] == {"first": old, "last": new}
     assert answer["choices"][0]["weight_version"] == {"first": old, "last": new}
+    assert answer["weight_versions"] == [old, new]
     assert answer["system_fingerprint"] == str(tiny.versions[1])
     versions = answer["choices"][0]["logprobs"]["versions"]
     assert versions == sorted(versions)

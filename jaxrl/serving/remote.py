@@ -1,0 +1,217 @@
+"""One server that samples for a trainer, as its client sees it: what is asked, what is believed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import math
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+from jaxrl.errors import AuthenticationError, DriverError, RequestError
+from jaxrl.types import Completion, SamplingParams, WeightVersion
+
+CONNECT_S = 5.0
+"""Seconds that a server may take to accept a connection."""
+
+ANSWER_S = 15.0
+"""Seconds beyond the wait that was asked for in which a server must say what it serves."""
+
+
+class CutError(Exception):
+    """The connection broke (then it may be `unreachable`), or the server failed: the same request
+    may be answered later, or elsewhere."""
+
+    def __init__(self, message: str, *, unreachable: bool = False):
+        super().__init__(message)
+        self.unreachable = unreachable
+
+
+class BusyError(Exception):
+    """The server takes no request now: its queue is full, or it loads other weights."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Told:
+    """What a server says of its weights. `serving` and what follows it are None, 0 and empty while
+    it loads for the first time; `newest` is the newest version of its run, if it has looked."""
+
+    state: str
+    serving: WeightVersion | None = None
+    newest: WeightVersion | None = None
+    loading: int | None = None
+    problem: str = ""
+    follows: bool = False
+    max_length: int = 0
+    room: int = 1
+    logprobs: str = ""
+    model_meaning: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+class RemoteServer:
+    """A server at `url`, asked through `session`; used in one event loop.
+
+    Errors name the url. Raises everywhere `CutError`; `AuthenticationError` for a missing or wrong
+    token, and `DriverError` for an answer that makes no sense.
+    """
+
+    def __init__(self, url: str, session: aiohttp.ClientSession):
+        self.url = url
+        self._session = session
+
+    async def weights(self, wanted: WeightVersion | None, wait_s: float) -> Told:
+        """What it says of its weights; it answers after `wait_s` seconds, or once it serves
+        `wanted` or can say that it will not."""
+        query = {}
+        if wanted is not None:
+            query = {"number": wanted.number, "digest": wanted.digest, "wait_s": wait_s}
+        limit = aiohttp.ClientTimeout(total=wait_s + ANSWER_S, sock_connect=CONNECT_S)
+        async with self._asked("GET", "/v1/weights", params=query, timeout=limit) as answer:
+            if answer.status == 404:
+                raise DriverError(f"{self.url} has no /v1/weights: it is no `jaxrl serve`")
+            body = await self._body(answer)
+        with self._understanding():
+            return _told(body)
+
+    async def complete(
+        self, tokens: np.ndarray, params: SamplingParams
+    ) -> tuple[Completion, list[WeightVersion]]:
+        """tokens int [P] -> the completion, without text, and the versions that it says are behind
+        it. Raises also `BusyError`, and `RequestError` for what the server refuses."""
+        request = _request(tokens, params)
+        limit = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
+        asked = self._asked("POST", "/v1/completions", json=request, timeout=limit)
+        async with asked as answer:
+            if answer.status in (429, 503):
+                raise BusyError(await self._reason(answer))
+            if 400 <= answer.status < 500 and answer.status not in (401, 408):
+                raise RequestError(f"{self.url} refuses: {await self._reason(answer)}")
+            body = await self._body(answer)
+        with self._understanding():
+            return _completion(body, params)
+
+    @contextlib.asynccontextmanager
+    async def _asked(
+        self, method: str, path: str, **options: Any
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The response, whatever its status."""
+        try:
+            # A token must not follow a redirection to somebody else.
+            async with self._session.request(
+                method, self.url + path, allow_redirects=False, **options
+            ) as answer:
+                yield answer
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            text = f"{type(error).__name__}: {error}".rstrip(": ")
+            raise CutError(text, unreachable=True) from error
+
+    async def _body(self, answer: aiohttp.ClientResponse) -> Any:
+        if answer.status == 401:
+            raise AuthenticationError(f"{self.url}: {await self._reason(answer)}")
+        if answer.status != 200:
+            raise CutError(f"status {answer.status}: {await self._reason(answer)}")
+        raw = await answer.read()
+        with self._understanding():
+            return json.loads(raw)
+
+    async def _reason(self, answer: aiohttp.ClientResponse) -> str:
+        """What an error says, on one short line."""
+        raw = await answer.content.read(4096)
+        try:
+            text = json.loads(raw)["error"]["message"]
+        except (ValueError, KeyError, TypeError):
+            text = raw.decode("utf-8", "replace")
+        return " ".join(str(text).split())[:300] or f"status {answer.status}"
+
+    @contextlib.contextmanager
+    def _understanding(self):
+        try:
+            yield
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise DriverError(
+                f"{self.url} gave an answer that makes no sense: {type(error).__name__}: {error}"
+            ) from error
+
+
+def _request(tokens: np.ndarray, params: SamplingParams) -> dict[str, Any]:
+    if params.top_logprobs:
+        # Answers name alternatives by their texts, which do not tell ids.
+        raise RequestError(
+            f"top_logprobs={params.top_logprobs} must be 0 where rollout.samplers is set"
+        )
+    return {
+        "prompt": np.asarray(tokens).tolist(),
+        "max_tokens": int(params.max_tokens),
+        "temperature": float(params.temperature),
+        "top_k": int(params.top_k),
+        "top_p": float(params.top_p),
+        "seed": int(params.seed),
+        "ignore_eos": True,
+        "stop_token_ids": [int(token) for token in params.stop_tokens],
+        "logprobs": 0,
+        "return_token_ids": True,
+    }
+
+
+def _told(body: Any) -> Told:
+    if body["state"] == "loading" and "serving" not in body:
+        return Told("loading")
+    newest = body["newest"]
+    return Told(
+        state=str(body["state"]),
+        serving=_version(body["serving"]),
+        newest=None if newest is None else _version(newest),
+        loading=body["loading"],
+        problem=str(body["problem"]),
+        follows=body["follows"],
+        max_length=int(body["max_length"]),
+        room=int(body["room"]),
+        logprobs=str(body["logprobs"]),
+        model_meaning=dict(body["model_meaning"]),
+    )
+
+
+def _version(record: Any) -> WeightVersion:
+    number, digest = record["number"], record["digest"]
+    if type(number) is not int or not isinstance(digest, str):
+        raise ValueError(f"{record!r} is no version")
+    return WeightVersion(number, digest)
+
+
+def _completion(body: Any, params: SamplingParams) -> tuple[Completion, list[WeightVersion]]:
+    (choice,) = body["choices"]
+    tokens, reason = choice["token_ids"], choice["finish_reason"]
+    logprobs, numbers = choice["logprobs"]["token_logprobs"], choice["logprobs"]["versions"]
+    if not 1 <= len(tokens) <= params.max_tokens:
+        raise ValueError(f"{len(tokens)} tokens, asked for 1 to {params.max_tokens}")
+    if not len(tokens) == len(logprobs) == len(numbers):
+        sizes = f"{len(logprobs)} log-probabilities and {len(numbers)} versions"
+        raise ValueError(f"{len(tokens)} tokens with {sizes}")
+    if not all(type(value) is int and 0 <= value < 2**31 for value in (*tokens, *numbers)):
+        raise ValueError("tokens and versions must be whole numbers of 31 bits")
+    if not all(type(value) in (int, float) and math.isfinite(value) for value in logprobs):
+        raise ValueError("log-probabilities must be finite numbers")
+    if reason not in ("stop", "length") or (reason == "stop") != (tokens[-1] in params.stop_tokens):
+        raise ValueError(f"finish_reason {reason!r} after token {tokens[-1]}")
+    versions = [_version(record) for record in body["weight_versions"]]
+    if {version.number for version in versions} != set(numbers):
+        raise ValueError("weight_versions must be those of the tokens")
+    completion = Completion(
+        np.array(tokens, np.int32),
+        np.array(logprobs, np.float32),
+        np.array(numbers, np.int32),
+        reason,
+    )
+    return completion, versions
+
+
+async def no_longer_than(seconds: float, event: asyncio.Event) -> None:
+    """Wait for the event, at most so long."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
