@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 jax.config.update("jax_num_cpu_devices", 8)
 # Many tests compile the same small programs; compiling is most of what the suite costs.
 jax.config.update("jax_compilation_cache_dir", str(ROOT / ".pytest_cache" / "jax"))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 pytest_plugins = ["skip_report"]

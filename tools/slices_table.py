@@ -16,13 +16,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+from jaxrl.planning.report import axes_text
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "planning.md"
 BEGIN, END = "<!-- table of configs/slices -->", "<!-- end of the table -->"
 HEAD = [
     "| config | slice, mesh | tokens of an update | memory of the run, planned | update | "
-    "utilisation | network | decoding, a token |",
-    "|---|---|---|---|---|---|---|---|",
+    "utilisation | network | sampling | decoding, a token |",
+    "|---|---|---|---|---|---|---|---|---|",
 ]
 GIB = 2**30
 
@@ -51,7 +53,8 @@ def row(name: str, compiled: dict, planned: dict) -> str:
     """One row of the table."""
     programs = {program["name"]: program for program in compiled["programs"]}
     train, decode = programs["train"], programs["decode"]
-    mesh = " ".join(f"{axis}={size}" for axis, size in compiled["mesh"].items())
+    mesh = axes_text(compiled["mesh"])
+    hosts = f"{compiled['processes']} hosts, {axes_text(compiled['sampler_mesh'])}"
     peak, limit = compiled["peak_bytes"] / GIB, compiled["limit_bytes"] / GIB
     steps = decode["steps"]
     cells = [
@@ -63,7 +66,8 @@ def row(name: str, compiled: dict, planned: dict) -> str:
         f"{100 * train['utilisation_at_most']:.0f} to "
         f"{100 * train['utilisation_without_overlap']:.0f} %",
         f"{train['network_s']:.2f} s",
-        f"{1000 * decode['fastest_s'] / steps:.0f} to {1000 * decode['slowest_s'] / steps:.0f} ms",
+        hosts,
+        f"{1000 * decode['fastest_s'] / steps:.1f} to {1000 * decode['slowest_s'] / steps:.1f} ms",
     ]
     return f"| {' | '.join(cells)} |"
 

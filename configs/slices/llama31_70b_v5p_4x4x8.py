@@ -13,13 +13,14 @@ from jaxrl.config import (
     ExperimentConfig,
     MeshConfig,
     RolloutConfig,
+    SamplerMeshConfig,
     TrainConfig,
     preset,
 )
 
 
 def get_config() -> ExperimentConfig:
-    """128 trajectories of up to 8192 tokens for each update."""
+    """256 trajectories of up to 8192 tokens for each update."""
     return ExperimentConfig(
         name="llama31_70b_v5p_4x4x8",
         output_dir="runs/llama31_70b_v5p_4x4x8",
@@ -33,6 +34,7 @@ def get_config() -> ExperimentConfig:
             max_prompt_tokens=1024,
         ),
         mesh=MeshConfig(data=1, fsdp=-1, tensor=2),
-        train=TrainConfig(batch_size=128, micro_batches=2, logprob_chunk=16384),
-        rollout=RolloutConfig(max_new_tokens=7168, slots=128, group_size=8),
+        sampler_mesh=SamplerMeshConfig(tensor=4),
+        train=TrainConfig(batch_size=256, micro_batches=4, logprob_chunk=16384),
+        rollout=RolloutConfig(max_new_tokens=7168, slots=256, group_size=8, steps_per_dispatch=32),
     )

@@ -13,6 +13,7 @@ from jaxrl.config import (
     ExperimentConfig,
     MeshConfig,
     RolloutConfig,
+    SamplerMeshConfig,
     TrainConfig,
     preset,
 )
@@ -33,6 +34,7 @@ def get_config() -> ExperimentConfig:
             max_prompt_tokens=1024,
         ),
         mesh=MeshConfig(data=1, fsdp=-1, expert=8),
+        sampler_mesh=SamplerMeshConfig(tensor=4),
         train=TrainConfig(batch_size=128, micro_batches=1, logprob_chunk=16384),
-        rollout=RolloutConfig(max_new_tokens=7168, slots=128, group_size=8),
+        rollout=RolloutConfig(max_new_tokens=7168, slots=128, group_size=8, steps_per_dispatch=32),
     )

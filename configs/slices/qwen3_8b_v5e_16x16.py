@@ -13,13 +13,14 @@ from jaxrl.config import (
     ExperimentConfig,
     MeshConfig,
     RolloutConfig,
+    SamplerMeshConfig,
     TrainConfig,
     preset,
 )
 
 
 def get_config() -> ExperimentConfig:
-    """256 trajectories of up to 4096 tokens for each update."""
+    """512 trajectories of up to 4096 tokens for each update."""
     return ExperimentConfig(
         name="qwen3_8b_v5e_16x16",
         output_dir="runs/qwen3_8b_v5e_16x16",
@@ -31,6 +32,7 @@ def get_config() -> ExperimentConfig:
             max_prompt_tokens=1024,
         ),
         mesh=MeshConfig(data=1, fsdp=-1, tensor=2),
-        train=TrainConfig(batch_size=256, micro_batches=1, logprob_chunk=16384),
-        rollout=RolloutConfig(max_new_tokens=3072, slots=256, group_size=8),
+        sampler_mesh=SamplerMeshConfig(tensor=4),
+        train=TrainConfig(batch_size=512, micro_batches=2, logprob_chunk=16384),
+        rollout=RolloutConfig(max_new_tokens=3072, slots=512, group_size=8, steps_per_dispatch=32),
     )

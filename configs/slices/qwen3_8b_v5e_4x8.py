@@ -13,6 +13,7 @@ from jaxrl.config import (
     ExperimentConfig,
     MeshConfig,
     RolloutConfig,
+    SamplerMeshConfig,
     TrainConfig,
     preset,
 )
@@ -31,6 +32,9 @@ def get_config() -> ExperimentConfig:
             max_prompt_tokens=1024,
         ),
         mesh=MeshConfig(data=1, fsdp=-1, tensor=2),
-        train=TrainConfig(batch_size=64, micro_batches=2, logprob_chunk=8192),
-        rollout=RolloutConfig(max_new_tokens=3072, slots=64, group_size=8),
+        sampler_mesh=SamplerMeshConfig(tensor=4),
+        train=TrainConfig(
+            batch_size=64, micro_batches=2, logprob_chunk=8192, moment_dtype="bfloat16"
+        ),
+        rollout=RolloutConfig(max_new_tokens=3072, slots=64, group_size=8, steps_per_dispatch=32),
     )

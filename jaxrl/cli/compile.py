@@ -15,12 +15,11 @@ def run(args: Any) -> int:
     options, config = args.options, args.config
     topology = parse_topology(options.topology)
     tpu_environment.prepare()  # before jax is imported
-    from jaxrl.planning.compiler import compile_program, slice_devices
-    from jaxrl.planning.layout import make_layout
+    from jaxrl.planning.compiler import compile_program, make_slice_layout
     from jaxrl.planning.memory import plan_memory
     from jaxrl.planning.report import compile_record, compile_text
 
-    layout = make_layout(config, topology.n_devices, slice_devices(topology))
+    layout = make_slice_layout(config, topology)
     programs = []
     for name in options.programs:
         if name == "train" and not layout.phase:

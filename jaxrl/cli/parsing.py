@@ -59,7 +59,7 @@ COMMANDS: dict[str, Command] = {
         Command(
             "train",
             "Train a model as a config file says, or go on with an interrupted run.",
-            "jaxrl train --config=FILE [--config.SECTION.FIELD=VALUE ...]",
+            "jaxrl train [--config=]FILE [--config.SECTION.FIELD=VALUE ...]",
             "jaxrl.cli.train",
             TrainOptions,
         ),
@@ -95,14 +95,14 @@ COMMANDS: dict[str, Command] = {
         Command(
             "plan",
             "Say how much memory a run needs on each device, and whether it fits.",
-            "jaxrl plan --config=FILE [--topology=v5e:4x8 | --devices=N --hbm-gb=X] ...",
+            "jaxrl plan [--config=]FILE [--topology=v5e:4x8 | --devices=N --hbm-gb=X] ...",
             "jaxrl.cli.plan",
             PlanOptions,
         ),
         Command(
             "compile",
             "Compile a run for a TPU slice that need not be there: memory, traffic, step time.",
-            "jaxrl compile --config=FILE --topology=v5e:16x16 [--programs=train,decode] ...",
+            "jaxrl compile [--config=]FILE --topology=v5e:16x16 [--programs=train,decode] ...",
             "jaxrl.cli.compile",
             CompileOptions,
         ),
@@ -244,12 +244,19 @@ def _read_options(command: Command, given: Mapping[str, str], words: Sequence[st
         for name, word in zip(names, words, strict=True):
             # A text is what it is, whatever it looks like.
             values[name] = word if fields[name].kind is str else parse_field(fields[name], word)
+    elif len(words) == 1 and "config" in _missing(command, values):
+        values["config"] = words[0]
     elif words:
         raise ConfigError(
             f"unexpected argument {words[0]!r}; values of true-or-false flags need a =, as in "
             "--config.observe.plots=false"
         )
     return command.options(**values)
+
+
+def _missing(command: Command, values: Mapping[str, Any]) -> set[str]:
+    """The options that were not given."""
+    return set(section_info(command.options).fields).difference(values)
 
 
 def _with_defaults(options: GenerateOptions, config: ExperimentConfig) -> GenerateOptions:

@@ -27,7 +27,8 @@ def run(args: Any) -> int:
     from jaxrl.planning.memory import plan_memory
     from jaxrl.planning.report import plan_record, plan_text
 
-    layout = make_layout(config, n_devices)
+    processes = options.processes or (topology.hosts if topology else 1)
+    layout = make_layout(config, n_devices, processes=processes)
     plan = plan_memory(layout, kernel=topology is not None)
     record = plan_record(layout, plan, limit, _place(topology, n_devices))
     output.write(f"{json.dumps(record, indent=1)}\n" if options.json else plan_text(record))

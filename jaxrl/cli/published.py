@@ -14,6 +14,7 @@ import numpy as np
 from jaxrl.inference.driver import Driver
 from jaxrl.models.lora import split_frozen
 from jaxrl.models.model import unstack_layers
+from jaxrl.models.narrow import narrow
 from jaxrl.observe.logger import setup_logging
 from jaxrl.orchestration.run_dir import RunDir
 from jaxrl.orchestration.samplers import make_driver_for
@@ -37,19 +38,23 @@ def open_parts(args: Any) -> Parts:
 
 
 def load_weights(args: Any, parts: Parts) -> tuple[Any, WeightVersion]:
-    """Weights and their version: version 0 of a published model, or the version
-    `args.options.version` (-1: the newest) of a run, verified.
+    """Weights in the dtype that they are sampled in, and their version: version 0 of a published
+    model, or the version `args.options.version` (-1: the newest) of a run, verified.
 
     Raises `CheckpointError` if there are no such weights, or if they are damaged.
     """
     if getattr(args.options, "weights", ""):
-        params = parts.initial_params()
-        return params, stamp(_by_layer(params, parts), 0)
+        params = parts.initial_params(parts.sampler_mesh)
+        version = stamp(_by_layer(params, parts), 0)
+        return narrow(params, parts.served_model.abstract), version
     store = WeightStore(RunDir(args.options.run).weights, read_only=True)
     wanted = None if args.options.version < 0 else args.options.version
-    frozen = split_frozen(parts.initial_params())[1] if args.config.model.lora_rank else None
-    shardings = parts.model.shardings(parts.mesh)
-    return store.restore(wanted, parts.model.abstract, shardings, frozen=frozen)
+    mesh, frozen = parts.sampler_mesh, None
+    if args.config.model.lora_rank:
+        frozen = split_frozen(parts.initial_params(mesh))[1]
+    shardings = parts.model.shardings(mesh)
+    params, version = store.restore(wanted, parts.model.abstract, shardings, frozen=frozen)
+    return narrow(params, parts.served_model.abstract), version
 
 
 def _by_layer(params: Any, parts: Parts) -> Any:

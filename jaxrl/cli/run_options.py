@@ -66,6 +66,11 @@ class PlanOptions:
         "number of devices; none for that of --topology, or the product of the config's mesh",
         rules.at_least(1),
     )
+    processes: int = common(
+        0,
+        "processes of the run, which sample on an equal part of the devices each",
+        rules.at_least(0, "0: one on each host of --topology, else one"),
+    )
     hbm_gb: float | None = common(
         None,
         "memory of a device in GiB; none for that of --topology's chip, or no limit",

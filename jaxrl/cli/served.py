@@ -91,7 +91,7 @@ def _engine(parts: Parts, options: ServeOptions) -> Engine:
     rollout, shards = parts.config.rollout, parts.slot_shards
     slots = rollout.slots if options.slots is None else options.slots
     return Engine(
-        parts.model,
+        parts.served_model,
         slots=-(-slots // shards) * shards,
         max_length=length,
         prefill_chunk=min(options.prefill_chunk, length),
@@ -101,7 +101,7 @@ def _engine(parts: Parts, options: ServeOptions) -> Engine:
         top_logprobs=min(TOP_LOGPROBS, parts.model.config.vocab_size),
         # Who samples for a run computes as its trainer would: the same programs, the same bits.
         **({} if rollout.samplers else prefill_rows()),
-        mesh=parts.mesh,
+        mesh=parts.sampler_mesh,
     )
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxrl.config.experiment import ExperimentConfig
     from jaxrl.config.files import load_config_file
+    from jaxrl.config.meshes import MeshConfig, SamplerMeshConfig
     from jaxrl.config.overrides import apply_overrides
     from jaxrl.config.presets import PRESETS, preset
     from jaxrl.config.published import published_model
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
         CheckpointConfig,
         DataConfig,
         EvalConfig,
-        MeshConfig,
         ModelConfig,
         ObserveConfig,
         RewardConfig,
@@ -32,7 +32,8 @@ _HOME = {
     "CheckpointConfig": "sections",
     "DataConfig": "sections",
     "EvalConfig": "sections",
-    "MeshConfig": "sections",
+    "MeshConfig": "meshes",
+    "SamplerMeshConfig": "meshes",
     "ModelConfig": "sections",
     "ObserveConfig": "sections",
     "RewardConfig": "sections",
@@ -63,6 +64,7 @@ __all__ = [
     "RewardConfig",
     "RolloutConfig",
     "SFTConfig",
+    "SamplerMeshConfig",
     "TrainConfig",
     "apply_overrides",
     "from_json",

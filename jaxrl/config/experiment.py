@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from jaxrl.config import rules
+from jaxrl.config.meshes import MeshConfig, SamplerMeshConfig
 from jaxrl.config.schema import common, demand, required, section
 from jaxrl.config.sections import (
     MAX_SEED,
@@ -10,7 +11,6 @@ from jaxrl.config.sections import (
     CheckpointConfig,
     DataConfig,
     EvalConfig,
-    MeshConfig,
     ModelConfig,
     ObserveConfig,
     RewardConfig,
@@ -32,6 +32,9 @@ class ExperimentConfig:
     )
     seed: int = common(0, "seed of weights, sampling and order", rules.within(0, MAX_SEED))
     mesh: MeshConfig = common(MeshConfig, "division over devices")
+    sampler_mesh: SamplerMeshConfig = common(
+        SamplerMeshConfig, "division of the sampler's weights over devices"
+    )
     sft: SFTConfig = common(SFTConfig, "cold start")
     train: TrainConfig = common(TrainConfig, "RL updates")
     algorithm: AlgorithmConfig = common(AlgorithmConfig, "objective")

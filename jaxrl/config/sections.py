@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from jaxrl.config import rules
 from jaxrl.config.rope_scaling import check_rope_scaling
-from jaxrl.config.schema import common, demand, rare, required, section, section_info
+from jaxrl.config.schema import common, demand, rare, required, section
 
 Dtype = Literal["float32", "bfloat16"]
 Schedule = Literal["constant", "linear", "cosine"]
@@ -133,28 +133,6 @@ class ModelConfig:
         experts = {"gate", "up", "down"}.intersection(targets) if self.n_experts else ()
         rule = f"without {', '.join(sorted(experts))}: experts have no adapters"
         demand(not experts, "model.lora_targets", targets, rule)
-
-
-@section("mesh.")
-class MeshConfig:
-    """Sizes of the mesh axes; their product is the number of devices."""
-
-    data: int = common(-1, "copies of the weights; rows of a batch divide here", rules.axis_size())
-    fsdp: int = common(1, "weights divide here and are gathered for use", rules.axis_size())
-    tensor: int = common(1, "heads, MLP and vocabulary divide here", rules.axis_size())
-    context: int = rare(1, "the length of a sequence divides here", rules.axis_size())
-    expert: int = rare(1, "experts divide here", rules.axis_size())
-    expert_tensor: int = rare(1, "the MLP within an expert divides here", rules.axis_size())
-
-    def sizes(self) -> dict[str, int]:
-        """Axis -> size, the keyword arguments of `jaxrl.sharding.make_mesh`."""
-        return {name: getattr(self, name) for name in section_info(self).fields}
-
-    def check(self) -> None:
-        """At most one axis takes what the others leave."""
-        free = [name for name, size in self.sizes().items() if size == -1]
-        if len(free) > 1:
-            demand(False, f"mesh.{free[1]}", -1, f"a number: mesh.{free[0]} is -1 already")
 
 
 @section("data.")

@@ -27,7 +27,7 @@ def make_engine(parts: Parts, max_length: int = 0) -> Engine:
     and completion of the config."""
     config = parts.config
     return Engine(
-        parts.model,
+        parts.served_model,
         slots=config.rollout.slots // hosts.count(),
         max_length=max_length or config.longest_sampled,
         prefill_buckets=config.prompt_buckets,
@@ -38,7 +38,12 @@ def make_engine(parts: Parts, max_length: int = 0) -> Engine:
 
 
 def make_driver(
-    parts: Parts, params: Any, version: WeightVersion, *, max_length: int = 0
+    parts: Parts,
+    params: Any,
+    version: WeightVersion,
+    *,
+    max_length: int = 0,
+    verify: bool = True,
 ) -> Driver:
     """A started driver that serves `params`, which belong to it from then on."""
     driver = Driver(
@@ -47,6 +52,7 @@ def make_driver(
         version,
         in_flight=parts.config.rollout.in_flight,
         tokenizer=parts.tokenizer,
+        verify=verify,
     )
     return driver.start()
 
@@ -76,14 +82,14 @@ def make_driver_for(
     length = min(needed[-1] + new_tokens, most)
     shards = parts.slot_shards
     engine = Engine(
-        parts.model,
+        parts.served_model,
         slots=-(-min(config.rollout.slots, len(prompts)) // shards) * shards,
         max_length=length,
         prefill_buckets=needed,
         attend_buckets=(length,),
         steps_per_dispatch=config.rollout.steps_per_dispatch,
         max_stop_tokens=max(8, len(parts.stop_ids)),
-        mesh=parts.mesh,
+        mesh=parts.sampler_mesh,
     )
     driver = Driver(engine, params, version, tokenizer=parts.tokenizer, verify=False)
     return driver.start(prefill_buckets=needed)

@@ -18,7 +18,7 @@ from jaxrl.orchestration.session import Session
 from jaxrl.serving.auth import load_token
 from jaxrl.types import Completion, Sampler, SamplingParams, WeightVersion
 from jaxrl.weights.digest import stamp
-from jaxrl.weights.exchange import publish, publish_to_processes
+from jaxrl.weights.exchange import Published, publish_to_sampler
 
 _LOGGER = get_logger("orchestration")
 
@@ -84,29 +84,35 @@ class InMemory:
 
     def publish(self, params: Any, number: int) -> WeightVersion:
         """As `Sampling` says."""
-        copy, version = self._copy(params, number)
+        copy, version, digest = published = self._copy(params, number)
         if self._driver is None:
-            parts = self._session.parts
-            self._driver = make_driver(parts, copy, version, max_length=self._longest)
+            # A narrower copy was verified on its way.
+            self._driver = make_driver(
+                self._session.parts,
+                copy,
+                version,
+                max_length=self._longest,
+                verify=not published.narrow,
+            )
         else:
             self._driver.set_weights(copy, version)
-        self._session.ledger.published(version, where="memory")
+        fields = {"sampled_as": digest} if published.narrow else {}
+        self._session.ledger.published(version, where="memory", **fields)
         return version
 
-    def _copy(self, params: Any, number: int) -> tuple[Any, WeightVersion]:
-        """What the driver of this process gets, and its version."""
-        if hosts.count() == 1:
-            return publish(params, number)
+    def _copy(self, params: Any, number: int) -> Published:
+        """What the driver of this process gets."""
         parts = self._session.parts
-        copy, version = publish_to_processes(
+        published = publish_to_sampler(
             params,
             number,
-            parts.sampler_meshes,
-            parts.model.shardings(parts.sampler_mesh),
+            parts.served_model.abstract,
+            parts.served_model.shardings(parts.sampler_mesh),
+            meshes=parts.sampler_meshes if hosts.count() > 1 else (),
             frozen=self._frozen,
         )
-        _, self._frozen = split_frozen(copy)
-        return copy, version
+        self._frozen = split_frozen(published.params)[1] or None
+        return published
 
     def pinned(self, version: WeightVersion) -> Driver:
         """As `Sampling` says: the driver serves nothing else until the next `publish`."""

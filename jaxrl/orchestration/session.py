@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import math
 import operator
 import os
 from collections.abc import Iterator, Sequence
@@ -25,9 +24,11 @@ from jaxrl.data.prompts import PromptStream, eval_prompts
 from jaxrl.data.tokenizers import Tokenizer, load_tokenizer
 from jaxrl.distributed import current
 from jaxrl.errors import CheckpointError, ConfigError
+from jaxrl.inference.shares import check_shares, sampler_sizes
 from jaxrl.models.check import check_mesh
 from jaxrl.models.lora import base_model
 from jaxrl.models.model import Model, build_model, init_params
+from jaxrl.models.narrow import narrow_model
 from jaxrl.models.safetensors import check_folder, load_params
 from jaxrl.observe.logger import get_logger, setup_logging
 from jaxrl.observe.progress import Progress
@@ -77,22 +78,9 @@ class Parts:
         check_mesh(self.model.config, self.mesh.shape, length=config.row_length)
         if model.weights:
             check_folder(model.weights, base_model(self.model))
-        self._check_samplers()
-
-    def _check_samplers(self) -> None:
-        """Slots and the prompts of an update divide among processes and devices."""
-        rollout, train, processes = self.config.rollout, self.config.train, hosts.count()
-        # Samplers in processes of their own have slots of their own.
-        shards = 0 if rollout.samplers else self.slot_shards
-        rule = f"a multiple of {shards}, the parts of the mesh that have slots of their own"
-        if processes > 1:
-            rule = f"a multiple of {processes} processes x {shards} parts of a process's devices"
-        slots = rollout.slots
-        fits = not shards or slots % (processes * shards) == 0
-        demand(fits, "rollout.slots", slots, rule)
-        size = train.batch_size
-        rule = f"a multiple of {processes} processes x rollout.group_size={rollout.group_size}"
-        demand(size % (processes * rollout.group_size) == 0, "train.batch_size", size, rule)
+        # Samplers in processes of their own have devices and slots of their own.
+        sizes = None if config.rollout.samplers else self.sampler_mesh.shape
+        check_shares(config, self.model.config, sizes, hosts.count())
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
@@ -129,15 +117,21 @@ class Parts:
         record = to_dict(self.model.config)
         return json.loads(json.dumps({k: v for k, v in record.items() if k not in NO_MEANING}))
 
-    def initial_params(self) -> Any:
-        """The weights that training starts from: published ones, or random ones of the seed.
+    @functools.cached_property
+    def served_model(self) -> Model:
+        """The model as it is sampled from: its weights in the dtype of the computation."""
+        return narrow_model(self.model)
+
+    def initial_params(self, mesh: Mesh | None = None) -> Any:
+        """The weights that training starts from, on `mesh` (None: that of training): published
+        ones, or random ones of the seed.
 
         Adapters are always of the seed; what they belong to stays as it is here.
         """
-        weights, given = self.config.model.weights, None
+        weights, given, mesh = self.config.model.weights, None, mesh or self.mesh
         if weights:
-            given = load_params(weights, base_model(self.model), mesh=self.mesh)
-        return init_params(self.model, self.config.seed, mesh=self.mesh, given=given)
+            given = load_params(weights, base_model(self.model), mesh=mesh)
+        return init_params(self.model, self.config.seed, mesh=mesh, given=given)
 
     def placeholder_params(self) -> Any:
         """Weights whose trained part a checkpoint is about to replace."""
@@ -155,23 +149,14 @@ class Parts:
 
     @functools.cached_property
     def sampler_meshes(self) -> tuple[Mesh, ...]:
-        """The mesh that each process samples on, over its own devices. Raises `ConfigError`.
-
-        Weights are split on it as on the trainer's mesh, as far as one process's devices go.
-        """
-        if hosts.count() == 1:
-            return (self.mesh,)
-        shape, owned = self.mesh.shape, jax.local_device_count()
-        inner = {name: shape[name] for name in ("tensor", "expert", "expert_tensor")}
-        together = math.prod(inner.values())
-        if owned % together:
-            written = " x ".join(f"mesh.{name}={size}" for name, size in inner.items() if size > 1)
-            raise ConfigError(
-                f"{written} must divide the {owned} devices of each process: every process samples "
-                "on its own devices"
-            )
-        fsdp = math.gcd(shape["fsdp"], owned // together)
-        return process_meshes(data=-1, fsdp=fsdp, **inner)
+        """The mesh that each process samples on, over its own devices. Raises `ConfigError`."""
+        processes, shape = hosts.count(), self.mesh.shape
+        owned = self.mesh.size if processes == 1 else jax.local_device_count()
+        sizes = sampler_sizes(self.config, shape, owned, processes)
+        if processes > 1:
+            return process_meshes(**sizes)
+        same = sizes == dict(shape)
+        return (self.mesh if same else make_mesh(**sizes, devices=list(self.mesh.devices.flat)),)
 
     @property
     def sampler_mesh(self) -> Mesh:

@@ -25,9 +25,10 @@ class Chip:
 
     `hbm_bytes`: what programs may use of its memory; `peak_flops`: bfloat16, per second;
     `hbm_rate`: bytes per second; `link_rate`: bytes per second of one link in one direction.
-    `largest` is the size of a pod, `host` the chips of a host; a dimension of `ring` chips or a
-    multiple of them closes to a ring. `variant` is what the compiler calls its two cores working as
-    one device, where it has to be asked for that.
+    `largest` is the size of a pod, `host` the chips of each host of a slice that has several,
+    `alone` the most chips of a single one. A dimension of `ring` chips or a multiple of them closes
+    to a ring. `variant` is what the compiler calls its two cores working as one device, where it
+    has to be asked for that.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Chip:
     ring: int
     devices: int = 1
     variant: str = ""
+    alone: tuple[int, ...] = ()
 
 
 CHIPS: dict[str, Chip] = {
@@ -56,9 +58,9 @@ CHIPS: dict[str, Chip] = {
             4,
             variant="megacore",
         ),
-        Chip("v5e", int(15.75 * GIB), 197e12, 819e9, 50e9, (16, 16), (2, 2), 16),
+        Chip("v5e", int(15.75 * GIB), 197e12, 819e9, 50e9, (16, 16), (2, 2), 16, alone=(2, 4)),
         Chip("v5p", int(95.73 * GIB), 459e12, 2765e9, 100e9, (16, 16, 24), (2, 2, 1), 4),
-        Chip("v6e", int(31.24 * GIB), 918e12, 1638e9, 100e9, (16, 16), (2, 2), 16),
+        Chip("v6e", int(31.24 * GIB), 918e12, 1638e9, 100e9, (16, 16), (2, 2), 16, alone=(2, 4)),
         # One device is one of the two cores of a chip.
         Chip("tpu7x", int(94.74 * GIB), 1153.5e12, 3690e9, 100e9, (16, 16, 36), (2, 2, 1), 4, 2),
     )
@@ -81,6 +83,18 @@ class Topology:
     def n_devices(self) -> int:
         """Devices of the slice."""
         return math.prod(self.dims) * self.chip.devices
+
+    @property
+    def hosts(self) -> int:
+        """Hosts of the slice; each runs one process."""
+        if math.prod(self.dims) <= math.prod(self.chip.alone or self.chip.host):
+            return 1
+        return math.prod(self.dims) // math.prod(self.chip.host)
+
+    @property
+    def host(self) -> Topology:
+        """The chips of one host, as a slice."""
+        return self if self.hosts == 1 else Topology(self.chip, self.chip.host)
 
     def rate_along(self, dims: frozenset[int]) -> float:
         """Bytes per second that a device sends at most when it talks along these dimensions: one

@@ -12,11 +12,12 @@ import jax
 import jaxlib
 from jax.experimental import topologies
 
+from jaxrl.config import ExperimentConfig
 from jaxrl.distributed.hlo import Collective, collectives_in
 from jaxrl.errors import CompileError, ConfigError
 from jaxrl.planning.chips import GIB, Topology
 from jaxrl.planning.hlo_costs import Costs, costs_of, in_unknown_loops, not_taken
-from jaxrl.planning.layout import Layout
+from jaxrl.planning.layout import Layout, make_layout
 from jaxrl.planning.programs import Work, lower, work_of
 from jaxrl.planning.tpu_environment import INSTALL
 
@@ -87,11 +88,24 @@ def slice_devices(topology: Topology) -> list[jax.Device]:
     return list(found.devices)
 
 
+def make_slice_layout(config: ExperimentConfig, topology: Topology) -> Layout:
+    """The layout of a run on a slice, one process on each host. Raises `ConfigError`."""
+    return make_layout(
+        config,
+        topology.n_devices,
+        slice_devices(topology),
+        processes=topology.hosts,
+        sampler_devices=slice_devices(topology.host),
+    )
+
+
 def compile_program(layout: Layout, topology: Topology, name: str) -> Program:
-    """Compile the program `name` of a layout on `slice_devices(topology)`.
+    """Compile the program `name` of a layout whose meshes are those of `make_slice_layout`.
 
     Raises `CompileError`, with the numbers, for one that does not fit the chip.
     """
+    # Sampling is the business of one host.
+    topology = topology if name == "train" else topology.host
     began = time.monotonic()
     try:
         compiled = lower(layout, name).compile()
@@ -112,7 +126,7 @@ def compile_program(layout: Layout, topology: Topology, name: str) -> Program:
         for one in collectives_in(text)
         if one.computation not in rare
     ]
-    traffic = network_traffic(collectives, list(layout.mesh.devices.flat), topology)
+    traffic = network_traffic(collectives, list(layout.mesh_of(name).devices.flat), topology)
     return Program(
         name=name,
         memory=Memory(

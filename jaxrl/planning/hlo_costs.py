@@ -181,9 +181,7 @@ class _Counter:
             results = _arrays(one)
             passed = (int(output or 0) for output, _ in _ALIASED.findall(one.attributes))
             written -= sum(results[at] for at in passed if at < len(results))
-        parameters = {
-            int(part.arguments): part for part in fused.values() if part.opcode == "parameter"
-        }
+        parameters = _parameters(fused)
         read = 0.0
         for index, name in enumerate(one.operands):
             parameter = parameters.get(index)
@@ -191,10 +189,29 @@ class _Counter:
                 continue
             if parameter is not None and parameter.name in in_place:
                 continue
-            sliced = _sliced(parameter, fused) if parameter is not None else None
+            sliced = self._sliced(parameter, fused) if parameter is not None else None
             operand = inside.get(name)
             read += sliced if sliced is not None else (_size(operand) if operand else 0.0)
         return max(written, 0.0) + read
+
+    def _sliced(self, parameter: Instruction, fused: dict[str, Instruction]) -> float | None:
+        """Bytes of the slices that a fusion, or one inside it, reads of a parameter; None if it is
+        read whole."""
+        users, total = _users(parameter, fused), 0.0
+        for name, user in users:
+            if user.opcode == "fusion":
+                inner = self._module.instructions(user.named("calls"))
+                places = _parameters(inner)
+                at = [places[i] for i, operand in enumerate(user.operands) if operand == name]
+                parts = [self._sliced(place, inner) for place in at]
+            elif user.opcode in _SLICES and user.operands[0] == name:
+                parts = [_size(user)]
+            else:
+                return None
+            if None in parts:
+                return None
+            total += sum(parts)
+        return total if users else None
 
 
 def _branches(one: Instruction) -> list[str]:
@@ -246,14 +263,9 @@ def _behind(one: Instruction | None, inside: dict[str, Instruction]) -> Instruct
     return one
 
 
-def _sliced(parameter: Instruction, fused: dict[str, Instruction]) -> float | None:
-    """Bytes of the slices that a fusion reads of a parameter; None if it reads it all."""
-    users, total = _users(parameter, fused), 0.0
-    for name, user in users:
-        if user.opcode not in _SLICES or user.operands[0] != name:
-            return None
-        total += _size(user)
-    return total if users else None
+def _parameters(fused: dict[str, Instruction]) -> dict[int, Instruction]:
+    """The parameters of a fusion by their number."""
+    return {int(part.arguments): part for part in fused.values() if part.opcode == "parameter"}
 
 
 def _users(one: Instruction, inside: dict[str, Instruction]) -> list[tuple[str, Instruction]]:

@@ -9,12 +9,14 @@ from collections.abc import Sequence
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from jaxrl.config import ExperimentConfig, MeshConfig
+from jaxrl.config import ExperimentConfig, MeshConfig, SamplerMeshConfig
 from jaxrl.data.tokenizers import load_tokenizer
 from jaxrl.errors import ConfigError, DataError
 from jaxrl.inference.engine import Engine
+from jaxrl.inference.shares import check_shares, sampler_sizes
 from jaxrl.models.check import check_mesh
 from jaxrl.models.model import Model, build_model
+from jaxrl.models.narrow import narrow_model
 from jaxrl.rollout.collate import rows_for
 from jaxrl.sharding import AXES, DEFAULT_RULES, make_mesh
 from jaxrl.sharding.mesh import resolve_sizes
@@ -24,11 +26,25 @@ from jaxrl.train.optimizer import Optimizer, make_optimizer
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """What the trainers make of `config` on `mesh`, which may be one of devices that nobody has."""
+    """What the trainers make of `config` on `mesh`, which may be one of devices that nobody has.
+
+    Each of `processes` samples on a `sampler_mesh` of its own devices.
+    """
 
     config: ExperimentConfig
     model: Model
     mesh: Mesh | AbstractMesh
+    sampler_mesh: Mesh | AbstractMesh
+    processes: int = 1
+
+    def mesh_of(self, program: str) -> Mesh | AbstractMesh:
+        """The mesh that a program of `programs.NAMES` runs on."""
+        return self.mesh if program == "train" else self.sampler_mesh
+
+    @functools.cached_property
+    def served_model(self) -> Model:
+        """The model as it is sampled from."""
+        return narrow_model(self.model)
 
     @property
     def phase(self) -> str:
@@ -77,22 +93,30 @@ class Layout:
 
     @functools.cached_property
     def engine(self) -> Engine:
-        """The decode engine; it holds no weights and has compiled nothing."""
+        """The decode engine of one process; it holds no weights and has compiled nothing."""
         config = self.config
         return Engine(
-            self.model,
-            slots=config.rollout.slots,
+            self.served_model,
+            slots=config.rollout.slots // self.processes,
             max_length=config.longest_sampled,
             prefill_buckets=config.prompt_buckets,
             steps_per_dispatch=config.rollout.steps_per_dispatch,
-            mesh=self.mesh,
+            mesh=self.sampler_mesh,
         )
 
 
 def make_layout(
-    config: ExperimentConfig, n_devices: int, devices: Sequence[jax.Device] | None = None
+    config: ExperimentConfig,
+    n_devices: int,
+    devices: Sequence[jax.Device] | None = None,
+    *,
+    processes: int = 1,
+    sampler_devices: Sequence[jax.Device] | None = None,
 ) -> Layout:
-    """The layout on `n_devices`; on an abstract mesh where there are no `devices`.
+    """The layout on `n_devices`; on abstract meshes where there are no `devices`.
+
+    `processes` have an equal part of the devices each, and sample on it: `sampler_devices` is that
+    of one of them (None: `devices`, where there is one process).
 
     Reads the tokenizer only where the config does not say the size of its vocabulary, and no data
     or weights. Raises `ConfigError` with the numbers for axes that do not multiply to the devices,
@@ -107,8 +131,17 @@ def make_layout(
     # Made again, so that what an axis of -1 became is checked like a number in the config.
     config = dataclasses.replace(config, mesh=MeshConfig(**sizes))
     model = dataclasses.replace(config.model, vocab_size=_vocabulary(config))
+    if n_devices % processes:
+        raise ConfigError(f"{n_devices} devices must be a multiple of {processes} processes")
+    if config.rollout.samplers:
+        # Their mesh is one of other devices.
+        config = dataclasses.replace(config, sampler_mesh=SamplerMeshConfig())
+    inner = sampler_sizes(config, sizes, n_devices // processes, processes)
     mesh = make_mesh(**sizes, devices=devices) if devices else _abstract(sizes)
-    layout = Layout(config, build_model(model), mesh)
+    if sampler_devices is None and processes == 1:
+        sampler_devices = devices
+    sampler = make_mesh(**inner, devices=sampler_devices) if sampler_devices else _abstract(inner)
+    layout = Layout(config, build_model(model), mesh, sampler, processes)
     _check(layout)
     return layout
 
@@ -134,8 +167,9 @@ def _check(layout: Layout) -> None:
         sizes,
         rows=layout.rows // layout.micro_batches if layout.phase else None,
         length=config.row_length,
-        slots=config.rollout.slots,
     )
+    sampled = None if config.rollout.samplers else layout.sampler_mesh.shape
+    check_shares(config, layout.model.config, sampled, layout.processes)
     try:
         layout.model.shardings(layout.mesh)
     except ValueError as error:

@@ -12,8 +12,10 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxrl.models.lora import split_frozen
+from jaxrl.models.model import Model
 from jaxrl.planning.layout import Layout
 from jaxrl.sharding import DEFAULT_RULES, bytes_per_device
 from jaxrl.train.state import abstract_state, state_shardings
@@ -41,8 +43,8 @@ def plan_memory(layout: Layout, *, kernel: bool = False) -> MemoryPlan:
     """The memory of a run of `layout.config`: training, sampling, and the copies of the weights
     that pass between them. `kernel`: training attends in a kernel that keeps no scores."""
     resident, programs = {}, {}
-    weights = bytes_per_device(_weights(layout))
-    trained = bytes_per_device(split_frozen(_weights(layout))[0])
+    placed = _weights(layout.model, layout.mesh)
+    weights, trained = bytes_per_device(placed), bytes_per_device(split_frozen(placed)[0])
     if layout.phase:
         state = _state(layout)
         resident["weights"] = weights
@@ -50,28 +52,44 @@ def plan_memory(layout: Layout, *, kernel: bool = False) -> MemoryPlan:
         programs["train"] = train_parts(layout, kernel=kernel)
     # Samplers in processes of their own have devices of their own.
     here = not (layout.phase == "rl" and layout.config.rollout.samplers)
-    # The sampler serves a copy of what is trained; without training there is nothing else.
-    resident["weights of the sampler"] = here * (trained if layout.phase else weights)
+    sampled, passing = _sampled(layout) if here else (0, {})
+    resident["weights of the sampler"] = sampled
     resident["KV cache"] = here * bytes_per_device(layout.engine.abstract_state)
-    if layout.phase == "rl":
+    if layout.phase == "rl" and here:
         # The new version arrives while the old one is still served.
-        programs["publish"] = {"new weights": here * trained}
-        if layout.config.algorithm.kl_coef:
-            offload = layout.config.algorithm.ref_offload
-            resident["reference weights"] = 0 if offload else trained
-            visit = {"visiting reference weights": trained} if offload else {}
-            programs["reference"] = visit | forward_parts(layout, kernel=kernel)
+        programs["publish"] = passing
+    if layout.phase == "rl" and layout.config.algorithm.kl_coef:
+        offload = layout.config.algorithm.ref_offload
+        resident["reference weights"] = 0 if offload else trained
+        visit = {"visiting reference weights": trained} if offload else {}
+        programs["reference"] = visit | forward_parts(layout, kernel=kernel)
     if here:
         programs["prefill"] = prefill_parts(layout)
         programs["decode"] = decode_parts(layout)
     return MemoryPlan(resident, programs)
 
 
+def _sampled(layout: Layout) -> tuple[int, dict[str, int]]:
+    """Bytes of the sampler's copy of the weights, and of what there is besides while a new one
+    arrives."""
+    whole = _weights(layout.served_model, layout.sampler_mesh)
+    copied = bytes_per_device(split_frozen(whole)[0])
+    # Frozen weights are shared where they lie in the same way.
+    shared = layout.phase and layout.sampler_mesh == layout.mesh
+    kept = copied if shared else bytes_per_device(whole)
+    passing = {"new weights": copied}
+    before, after = layout.model.abstract, layout.served_model.abstract
+    if not shared and before != after:
+        narrow = _weights(layout.served_model, layout.mesh)
+        passing["cast weights"] = bytes_per_device(split_frozen(narrow)[0])
+    return kept, passing
+
+
 def train_parts(layout: Layout, *, kernel: bool = False) -> dict[str, int]:
     """Bytes that the train step needs besides its state, by what they are for."""
-    sizes = _Sizes(layout)
+    sizes = _Sizes(layout, layout.mesh)
     config = layout.config.model
-    gradients = bytes_per_device(split_frozen(_weights(layout))[0])
+    gradients = bytes_per_device(split_frozen(_weights(layout.model, layout.mesh))[0])
     if layout.micro_batches > 1:
         gradients += gradients * _FLOAT // jnp.dtype(config.param_dtype).itemsize
     residual, inner, products = sizes.residual, sizes.layer_inner(kernel), sizes.layer_products()
@@ -94,7 +112,7 @@ def train_parts(layout: Layout, *, kernel: bool = False) -> dict[str, int]:
 
 def forward_parts(layout: Layout, *, kernel: bool = False) -> dict[str, int]:
     """Bytes that log-probabilities of a batch need besides the weights."""
-    sizes = _Sizes(layout)
+    sizes = _Sizes(layout, layout.mesh)
     return {
         "activations of a layer": 2 * sizes.residual + sizes.layer_inner(kernel),
         "gathered weights": sizes.gathered(),
@@ -106,7 +124,7 @@ def prefill_parts(layout: Layout) -> dict[str, int]:
     """Bytes that a prefill needs besides weights and cache: every device group has all rows."""
     config, engine = layout.config.model, layout.engine
     bucket = engine.prefill_buckets[-1]
-    rows, tensor = engine.rows_of(bucket), layout.mesh.shape["tensor"]
+    rows, tensor = engine.rows_of(bucket), layout.sampler_mesh.shape["tensor"]
     item = jnp.dtype(config.dtype).itemsize
     width = config.d_model + 2 * config.mlp_dim // tensor
     scores = config.n_heads // tensor * bucket * _FLOAT
@@ -115,7 +133,7 @@ def prefill_parts(layout: Layout) -> dict[str, int]:
     return {
         "activations of a layer": rows * bucket * (width * item + scores),
         "new keys and values": rows * bucket * kv,
-        "gathered weights": _Sizes(layout).gathered(),
+        "gathered weights": _Sizes(layout, layout.sampler_mesh).gathered(),
         "logits": 2 * logits,
     }
 
@@ -123,14 +141,15 @@ def prefill_parts(layout: Layout) -> dict[str, int]:
 def decode_parts(layout: Layout) -> dict[str, int]:
     """Bytes that decoding needs besides weights and cache."""
     engine, config = layout.engine, layout.config.model
-    slots = engine.slots // DEFAULT_RULES.shards(layout.mesh, "slots")
-    logits = slots * config.vocab_size // layout.mesh.shape["tensor"] * _FLOAT
+    mesh = layout.sampler_mesh
+    slots = engine.slots // DEFAULT_RULES.shards(mesh, "slots")
+    logits = slots * config.vocab_size // mesh.shape["tensor"] * _FLOAT
     # What is attended to is cut out of the cache, unless it is all of it.
     cache = bytes_per_device(engine.abstract_state.cache)
     cut = cache if engine.attend_buckets[-1] < engine.cache_length else 0
     return {
         "attended cache": cut,
-        "gathered weights": _Sizes(layout).gathered(),
+        "gathered weights": _Sizes(layout, mesh).gathered(),
         "logits": 4 * logits,
     }
 
@@ -138,8 +157,8 @@ def decode_parts(layout: Layout) -> dict[str, int]:
 class _Sizes:
     """Bytes of the parts of one micro-batch's forward pass on one device."""
 
-    def __init__(self, layout: Layout):
-        self.layout, self.config = layout, layout.model.config
+    def __init__(self, layout: Layout, mesh: Mesh | AbstractMesh):
+        self.layout, self.config, self.mesh = layout, layout.model.config, mesh
         self.item = jnp.dtype(self.config.dtype).itemsize
         rows = layout.rows // layout.micro_batches if layout.phase else 0
         self.rows = rows // layout.row_shards
@@ -150,7 +169,7 @@ class _Sizes:
 
     def split(self, axis: str) -> int:
         """Among how many devices a logical axis is divided."""
-        return DEFAULT_RULES.shards(self.layout.mesh, axis)
+        return DEFAULT_RULES.shards(self.mesh, axis)
 
     @property
     def residual(self) -> int:
@@ -226,12 +245,11 @@ class _Sizes:
         return int(_ROOM * config.experts_per_token) * config.mlp_dim // self.split("expert_mlp")
 
 
-def _weights(layout: Layout):
-    shardings = layout.model.shardings(layout.mesh)
+def _weights(model: Model, mesh: Mesh | AbstractMesh):
     return jax.tree.map(
         lambda x, to: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to),
-        layout.model.abstract,
-        shardings,
+        model.abstract,
+        model.shardings(mesh),
     )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from jax.sharding import AbstractMesh, Mesh
+
 from jaxrl.planning.chips import GIB, Topology
 from jaxrl.planning.compiler import Program
 from jaxrl.planning.layout import Layout
@@ -28,13 +30,14 @@ def compile_record(
     layout: Layout, plan: MemoryPlan, topology: Topology, programs: Sequence[Program]
 ) -> dict[str, Any]:
     """Compiled programs as a JSON object. "peak_bytes": what a run keeps on a device all the time,
-    and the most that one of these programs needs besides."""
+    and the most that anything needs besides: one of these programs, or what is planned of the
+    others."""
     resident = sum(plan.resident.values())
-    besides = [
-        program.memory.temporary + program.memory.outputs - program.memory.aliased
+    besides = {name: sum(parts.values()) for name, parts in plan.programs.items()} | {
+        program.name: program.memory.temporary + program.memory.outputs - program.memory.aliased
         for program in programs
-    ]
-    peak = resident + max(besides, default=0)
+    }
+    peak = resident + max(besides.values(), default=0)
     limit = topology.chip.hbm_bytes
     return {
         **_head(layout, topology.name),
@@ -71,12 +74,13 @@ def compile_text(record: Mapping[str, Any]) -> str:
 
 
 def _head(layout: Layout, place: str) -> dict[str, Any]:
-    axes = {name: size for name, size in layout.mesh.shape.items() if size > 1}
     return {
         "name": layout.config.name,
         "place": place,
         "devices": layout.mesh.size,
-        "mesh": axes,
+        "mesh": _axes(layout.mesh),
+        "processes": layout.processes,
+        "sampler_mesh": _axes(layout.sampler_mesh),
         "parameters": layout.model.n_params,
         "active_parameters": active_params(layout),
         "rows": layout.rows if layout.phase else 0,
@@ -85,10 +89,11 @@ def _head(layout: Layout, place: str) -> dict[str, Any]:
 
 
 def _program(layout: Layout, topology: Topology, program: Program) -> dict[str, Any]:
-    flops = program.costs.flops * layout.mesh.size
-    peak = topology.chip.peak_flops * layout.mesh.size
+    devices = layout.mesh_of(program.name).size
+    flops, peak = program.costs.flops * devices, topology.chip.peak_flops * devices
     return {
         "name": program.name,
+        "devices": devices,
         "work": program.work.note,
         "tokens": program.work.tokens,
         "steps": program.work.steps,
@@ -120,13 +125,25 @@ def _program(layout: Layout, topology: Topology, program: Program) -> dict[str, 
 
 
 def _title(record: Mapping[str, Any]) -> str:
-    mesh = " ".join(f"{name}={size}" for name, size in record["mesh"].items()) or "one device"
+    mesh = axes_text(record["mesh"])
+    if record["sampler_mesh"] != record["mesh"]:
+        each = f" in each of {record['processes']} processes" if record["processes"] > 1 else ""
+        mesh += f"; sampling with {axes_text(record['sampler_mesh'])}{each}"
     total, active = record["parameters"], record["active_parameters"]
     weights = f"{_count(total)} weights"
     if active < 0.7 * total:
         weights += f", {_count(active)} of them for each token"
     batch = f", {record['rows']} rows of {record['row_length']} tokens" if record["rows"] else ""
     return f"{record['name']} on {record['place']} ({mesh}): {weights}{batch}"
+
+
+def axes_text(axes: Mapping[str, int]) -> str:
+    """Axis -> size as text."""
+    return " ".join(f"{name}={size}" for name, size in axes.items()) or "one device"
+
+
+def _axes(mesh: Mesh | AbstractMesh) -> dict[str, int]:
+    return {name: size for name, size in mesh.shape.items() if size > 1}
 
 
 def _verdict(record: Mapping[str, Any]) -> str:
@@ -146,9 +163,9 @@ def _program_lines(program: Mapping[str, Any], limit: int) -> Iterable[str]:
         f"{memory['aliased']} in place of arguments"
     )
     yield (
-        f"  compute   {_seconds(program['compute_s'])}: {program['flops']:.3g} operations on all "
-        f"devices, {program['flops_over_model']:.2f} x the {program['model_flops']:.3g} of the "
-        "weights"
+        f"  compute   {_seconds(program['compute_s'])}: {program['flops']:.3g} operations on "
+        f"{program['devices']} devices, {program['flops_over_model']:.2f} x the "
+        f"{program['model_flops']:.3g} of the weights"
     )
     yield f"  memory    {_seconds(program['memory_s'])}: {program['bytes_per_device']:.3g} bytes"
     yield f"  network   {_seconds(program['network_s'])}"

@@ -128,6 +128,16 @@ def test_parse_generate_flags_may_stand_before_and_after_the_prompt(run_dir):
     assert (options.seed, options.n) == (7, 2)
 
 
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_config_file_may_be_named_without_its_flag(tiny, command):
+    assert parse(command, tiny.removeprefix("--config=")) == parse(command, tiny)
+
+
+def test_config_file_that_is_named_twice_is_refused(tiny):
+    with pytest.raises(ConfigError, match="unexpected argument 'other.py'"):
+        parse("plan", tiny, "other.py")
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

@@ -68,7 +68,7 @@ def test_plan_json_has_the_bytes_of_each_part_and_their_peak(jaxrl):
         (["--topology=v9:2x2"], "there is no chip 'v9'"),
         (["--topology=v5e:2x2", "--devices=4"], "--devices=4 cannot go with --topology=v5e:2x2"),
         (["--devices=0"], "--devices=0 must be at least 1"),
-        (["--devices=3"], "slots=8 must be divisible by mesh.data=3"),
+        (["--devices=3"], "slots=8 must be a multiple of data=3"),
         (["--devices=8", "--config.mesh.tensor=3"], "mesh.tensor=3 must be a divisor of model.n_h"),
         (
             ["--devices=8", "--config.mesh.data=3"],

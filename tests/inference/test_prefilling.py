@@ -22,6 +22,8 @@ from jaxrl.weights.exchange import copy_to
 
 CHUNK = 8
 
+WINDOWS = {"sliding_window": 10, "global_every": 2, "attention_softcap": 20.0}
+
 
 @pytest.fixture(scope="module")
 def pieced(tiny) -> Tiny:
@@ -73,9 +75,14 @@ def test_prompt_in_pieces_gives_the_tokens_of_a_full_forward(pieced, length):
     np.testing.assert_allclose(completion.logprobs, logprobs, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("scan_layers", [False, True])
 @pytest.mark.parametrize(
-    "shape", [{}, {"sliding_window": 10, "global_every": 2, "attention_softcap": 20.0}]
+    ("scan_layers", "shape"),
+    [
+        pytest.param(False, {}, marks=pytest.mark.slow),
+        pytest.param(True, {}, marks=pytest.mark.slow),
+        pytest.param(False, WINDOWS, marks=pytest.mark.slow),
+        (True, WINDOWS),
+    ],
 )
 def test_pieces_on_a_mesh_and_with_windows_equal_one_full_forward(
     tiny, tiny_config, scan_layers, shape

@@ -114,7 +114,12 @@ def test_experts_both_ways_of_computing_give_the_same_numbers_and_gradients(norm
 
 
 @pytest.mark.parametrize(
-    "axes", [{"data": 2, "expert": 4}, {"fsdp": 2, "expert": 2, "expert_tensor": 2}], ids=str
+    "axes",
+    [
+        {"data": 2, "expert": 4},
+        pytest.param({"fsdp": 2, "expert": 2, "expert_tensor": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_experts_on_a_mesh_equal_one_device(make_model, make_tokens, axes):
     model, params = make_model(n_layers=1, n_experts=4)

@@ -48,7 +48,12 @@ def value_and_grad(make_model, make_tokens):
 
 
 @pytest.mark.parametrize(
-    ("scan_layers", "remat"), [(False, "full"), (True, "none"), (True, "full")]
+    ("scan_layers", "remat"),
+    [
+        pytest.param(False, "full", marks=pytest.mark.slow),
+        pytest.param(True, "none", marks=pytest.mark.slow),
+        (True, "full"),
+    ],
 )
 def test_scan_and_remat_values_and_gradients_equal_the_plain_ones(
     value_and_grad, scan_layers, remat

@@ -25,6 +25,7 @@ MESH = MeshConfig(data=2, fsdp=-1)
 
 def run_job(tmp_path, config, scenario, count, devices):
     """The ends of the processes; what they write is below tmp_path / "job"."""
+    tmp_path.mkdir(exist_ok=True)
     (tmp_path / "config.json").write_text(json.dumps(to_record(config), default=str))
     folder, worker = tmp_path / "job", "orchestration/host_worker.py"
     with Job(folder, scenario, count, devices=devices, worker=worker) as job:
@@ -117,5 +118,5 @@ def test_prompts_that_processes_cannot_share_are_refused_with_the_numbers(make_c
     parts = RLTrainer(make_config()).parts
     monkeypatch.setattr(type(parts), "sampler_mesh", parts.mesh)
 
-    with pytest.raises(ConfigError, match=r"rollout\.slots=16 must be a multiple of 3 processes"):
-        parts._check_samplers()
+    with pytest.raises(ConfigError, match=r"train\.batch_size=16 must be a multiple of 3 proc"):
+        parts.check()

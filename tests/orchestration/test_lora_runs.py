@@ -75,7 +75,12 @@ def test_run_whose_published_weights_changed_is_not_resumed(lora_config, tmp_pat
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("lora_alpha", 64.0), ("lora_rank", 2), ("lora_targets", ("query",)), ("rope_theta", 7.0)],
+    [
+        ("lora_alpha", 64.0),
+        pytest.param("lora_rank", 2, marks=pytest.mark.slow),
+        pytest.param("lora_targets", ("query",), marks=pytest.mark.slow),
+        pytest.param("rope_theta", 7.0, marks=pytest.mark.slow),
+    ],
 )
 def test_run_whose_model_changed_is_not_resumed_and_keeps_its_config(lora_config, field, value):
     config = lora_config("run", sft={"steps": 1}, train={"steps": 0})

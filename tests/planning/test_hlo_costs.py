@@ -171,3 +171,38 @@ ENTRY %main (q: bf16[2,8,512,64], k: bf16[2,4,512,64]) -> bf16[2,8,512,64] {
     # Two products of 2 T S H operations for each head, of which half are hidden by the mask.
     text = text if rows == 2 else text.replace("[2,", "[").replace("{3,2,1,0}", "{2,1,0}")
     assert costs_of(text).flops == rows * 2 * 2 * 8 * 512 * 512 * 64 / 2
+
+
+NESTED = """HloModule nested
+
+%slice (whole: f32[36,64,32], at: s32[]) -> f32[64,32] {
+  %whole = f32[36,64,32]{2,1,0} parameter(0)
+  %at = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %part = f32[1,64,32] dynamic-slice(%whole, %at, %zero, %zero), dynamic_slice_sizes={1,64,32}
+  ROOT %flat = f32[64,32]{1,0} bitcast(%part)
+}
+
+%product (x: f32[8,64], weights: f32[36,64,32], layer: s32[]) -> f32[8,32] {
+  %x = f32[8,64]{1,0} parameter(0)
+  %weights = f32[36,64,32]{2,1,0} parameter(1)
+  %layer = s32[] parameter(2)
+  %own = f32[64,32]{1,0} fusion(%weights, %layer), kind=kLoop, calls=%slice
+  ROOT %y = f32[8,32]{1,0} dot(%x, %own), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+ENTRY %main (x: f32[8,64], weights: f32[36,64,32], layer: s32[]) -> f32[8,32] {
+  %x = f32[8,64]{1,0} parameter(0)
+  %weights = f32[36,64,32]{2,1,0} parameter(1)
+  %layer = s32[] parameter(2)
+  ROOT %y = f32[8,32]{1,0} fusion(%x, %weights, %layer), kind=kOutput, calls=%product
+}
+"""
+
+
+def test_costs_of_a_fusion_that_slices_within_read_the_slice_alone():
+    costs = costs_of(NESTED)
+
+    assert costs.flops == 2 * 8 * 64 * 32
+    # Activations, one of 36 layers' weights, its number, the result.
+    assert costs.bytes == 4 * (8 * 64 + 64 * 32 + 1 + 8 * 32)

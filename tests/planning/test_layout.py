@@ -31,7 +31,7 @@ def test_make_layout_open_axis_takes_the_devices_that_the_others_leave():
         ({"mesh": {"tensor": 3, "data": 1}}, 3, "mesh.tensor=3 must be a divisor of model.n_heads"),
         ({"mesh": {"data": 1, "tensor": -1}}, 8, "mesh.tensor=8 must be a divisor of model.n_h"),
         ({"mesh": {"data": 1, "fsdp": -1}}, 128, "mesh.fsdp=128 must be a divisor of model.d_m"),
-        ({"mesh": {"fsdp": 32, "data": 1}}, 32, "slots=16 must be divisible by mesh.fsdp=32"),
+        ({"mesh": {"fsdp": 32, "data": 1}}, 32, "slots=16 must be a multiple of fsdp=32"),
         (
             {"mesh": {"context": 3, "data": 1}}, 3,
             "row length=64 must be divisible by mesh.context=3",

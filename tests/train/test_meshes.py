@@ -122,7 +122,9 @@ def label(sizes: dict[str, int]) -> str:
     [
         ("dense", {"fsdp": 2, "context": 2, "tensor": 2}, True),
         ("experts", {"fsdp": 2, "expert": 2, "expert_tensor": 2}, True),
-        ("experts", {"context": 2, "tensor": 2, "expert": 2}, False),
+        pytest.param(
+            "experts", {"context": 2, "tensor": 2, "expert": 2}, False, marks=pytest.mark.slow
+        ),
     ],
     ids=str,
 )
