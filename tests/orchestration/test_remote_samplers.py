@@ -230,8 +230,9 @@ def test_servers_follow_a_run_that_goes_back_to_its_checkpoint(make_config, monk
 
 
 @pytest.mark.slow
-def test_adapters_travel_as_whole_weights_do(make_config):
-    changes = {**SMALL, "model": {"n_layers": 1, "lora_rank": 2}}
+@pytest.mark.parametrize("model", [{"lora_rank": 2}, {"dtype": "bfloat16"}], ids=str)
+def test_adapters_and_narrow_weights_are_sampled_from_as_in_the_process(make_config, model):
+    changes = {**SMALL, "model": {"n_layers": 1, **model}}
     alone, config = (make_config(folder, **changes) for folder in ("alone", "remote"))
 
     expected = fit(alone)
