@@ -1,9 +1,11 @@
 """jaxrl against google-tunix in one run: each script in turn, round after round. Prints JSON.
 
-`python benchmarks/compare_tunix.py --peer-python PATH [--rounds N]`. PATH is the interpreter of an
-environment of its own with `google-tunix==0.1.7` in it (Python 3.12):
+`python benchmarks/compare_tunix.py --peer-python PATH [--rounds N] [--smollm2]`. PATH is the
+interpreter of an environment of its own with `google-tunix==0.1.7` in it (Python 3.12):
 
     python3.12 -m venv .venv-tunix && .venv-tunix/bin/pip install google-tunix==0.1.7
+
+`--smollm2`: the update of SmolLM2-135M alone.
 
 Rounds alternate because the speed of a shared machine drifts; a ratio is the median over rounds.
 """
@@ -21,8 +23,14 @@ from pathlib import Path
 from shapes import GROUP_SIZE, GROUPS, LENGTH, emit, measure
 
 FOLDER = Path(__file__).resolve().parent
-OURS = ("sampler.py", "train_step.py", "iteration.py")
-GOALS = {"greedy": 3.0, "temperature_1": 3.0, "train_step": 1.5, "iteration": 2.0}
+OURS = ("sampler.py", "train_step.py", "iteration.py", "smollm2_step.py")
+GOALS = {
+    "greedy": 3.0,
+    "temperature_1": 3.0,
+    "train_step": 1.5,
+    "iteration": 2.0,
+    "smollm2_step": 1.0,
+}
 MATRIX = 1024
 
 
@@ -60,21 +68,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--peer-python", required=True)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--smollm2", action="store_true", help="the update of SmolLM2-135M alone")
     args = parser.parse_args()
     ours, peer, roofs = [], [], []
+    scripts = OURS[-1:] if args.smollm2 else OURS
+    asked = ("--only", "smollm2_result") if args.smollm2 else ()
     for _ in range(args.rounds):
         roofs.append(matmul_gflops())
         merged = {}
-        for script in OURS:
+        for script in scripts:
             merged |= run(sys.executable, script, "--repeats", "3")
         ours.append(merged)
-        peer.append(run(args.peer_python, "tunix_peer.py", "--repeats", "3"))
+        peer.append(run(args.peer_python, "tunix_peer.py", "--repeats", "3", *asked))
     emit(
         {
             "benchmark": "compare_tunix",
             "tokens_per_update": GROUPS * GROUP_SIZE * LENGTH,
             "matmul_gflops": [round(roof) for roof in roofs],
-            **{name: compared(name, ours, peer) for name in GOALS},
+            **{name: compared(name, ours, peer) for name in GOALS if name in ours[0]},
         }
     )
 

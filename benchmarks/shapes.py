@@ -25,6 +25,19 @@ SHAPE = {
     "vocab_size": VOCAB,
     "max_length": 256,
 }
+SMOLLM2 = {
+    "n_layers": 30,
+    "d_model": 576,
+    "n_heads": 9,
+    "n_kv_heads": 3,
+    "head_dim": 64,
+    "mlp_dim": 1536,
+    "vocab_size": 49152,
+    "max_length": 8192,
+    "rope_theta": 100_000.0,
+}
+"""SmolLM2-135M, as the preset of that name."""
+SMOLLM2_ROWS, SMOLLM2_LENGTH = 8, 128
 
 Mark = tuple[float, float]
 

@@ -13,6 +13,8 @@ import math
 import jax
 import jax.extend
 import numpy as np
+from shapes import SMOLLM2_LENGTH as LENGTH
+from shapes import SMOLLM2_ROWS as ROWS
 from shapes import emit, measure
 
 from jaxrl.config import SFTConfig, preset
@@ -21,8 +23,6 @@ from jaxrl.train.engine import TrainEngine
 from jaxrl.train.objectives import sft_objective
 from jaxrl.train.optimizer import make_optimizer
 from jaxrl.types import TrajectoryBatch
-
-ROWS, LENGTH = 8, 128
 
 
 def random_batch(vocab_size: int) -> TrajectoryBatch:

@@ -1,8 +1,8 @@
 """google-tunix on the benchmarks' shape; run by `compare_tunix.py` in an environment of its own.
 
 `python benchmarks/tunix_peer.py [--repeats N]`: sampler (greedy; temperature 1 with
-log-probabilities), GRPO train step of 32 sequences of 160 tokens, and whole GRPO iterations of 4
-prompts x 8 samples. Prints JSON.
+log-probabilities), GRPO train step of 32 sequences of 160 tokens, whole GRPO iterations of 4
+prompts x 8 samples, and the supervised update of SmolLM2-135M, 8 rows of 128 tokens. Prints JSON.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ from shapes import (
     NEW_TOKENS,
     PROMPT,
     SHAPE,
+    SMOLLM2,
+    SMOLLM2_LENGTH,
+    SMOLLM2_ROWS,
     VOCAB,
     emit,
     measure,
@@ -38,6 +41,7 @@ from tunix.models.llama3 import model as llama
 from tunix.rl import rl_cluster
 from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner, TrainExample
 from tunix.rl.rollout.base_rollout import RolloutConfig
+from tunix.sft import peft_trainer
 
 NEVER = 10**6  # an end of sequence that no model can sample: all rows run to their full length
 ROWS = GROUPS * GROUP_SIZE
@@ -68,21 +72,25 @@ class NumberTokenizer:
         return 0
 
 
-def make_model() -> llama.Llama3:
-    """The decoder of the benchmarks' shape with random weights."""
-    config = llama.ModelConfig(
-        num_layers=SHAPE["n_layers"],
-        vocab_size=VOCAB,
-        embed_dim=SHAPE["d_model"],
-        hidden_dim=SHAPE["mlp_dim"],
-        num_heads=SHAPE["n_heads"],
-        head_dim=SHAPE["head_dim"],
-        num_kv_heads=SHAPE["n_kv_heads"],
-        rope_theta=10_000,
+def model_config(shape: dict) -> llama.ModelConfig:
+    """tunix's llama3 model in the numbers of `shape`, without rematerialisation."""
+    return llama.ModelConfig(
+        num_layers=shape["n_layers"],
+        vocab_size=shape["vocab_size"],
+        embed_dim=shape["d_model"],
+        hidden_dim=shape["mlp_dim"],
+        num_heads=shape["n_heads"],
+        head_dim=shape["head_dim"],
+        num_kv_heads=shape["n_kv_heads"],
+        rope_theta=int(shape.get("rope_theta", 10_000)),
         norm_eps=1e-5,
         weight_tying=True,
     )
-    return llama.Llama3(config, rngs=nnx.Rngs(params=0))
+
+
+def make_model(shape: dict = SHAPE) -> llama.Llama3:
+    """A decoder of that shape with random weights."""
+    return llama.Llama3(model_config(shape), rngs=nnx.Rngs(params=0))
 
 
 def make_prompts(count: int, seed: int = 0) -> list[str]:
@@ -177,6 +185,29 @@ def train_step_result(repeats: int) -> dict:
     return {"train_step": measure(update, repeats)}
 
 
+def smollm2_result(repeats: int) -> dict:
+    """Tokens per second of the supervised update of SmolLM2-135M, with the trainer's own loss."""
+    config = peft_trainer.TrainingConfig(eval_every_n_steps=10**9, max_steps=1)
+    trainer = peft_trainer.PeftTrainer(make_model(SMOLLM2), optax.adamw(1e-4), config)
+    shape = (SMOLLM2_ROWS, SMOLLM2_LENGTH)
+    tokens = np.random.default_rng(0).integers(0, SMOLLM2["vocab_size"], shape)
+    causal = jnp.tril(jnp.ones((SMOLLM2_LENGTH, SMOLLM2_LENGTH), bool))
+    batch = {
+        "input_tokens": jnp.asarray(tokens, jnp.int32),
+        "input_mask": jnp.ones(shape, bool),
+        "positions": jnp.broadcast_to(jnp.arange(SMOLLM2_LENGTH), shape),
+        "attention_mask": jnp.broadcast_to(causal, (SMOLLM2_ROWS, *causal.shape)),
+    }
+    step, _ = trainer.jit_train_and_eval_step(cache_nnx_graph=True)
+
+    def update() -> int:
+        jax.block_until_ready(step(batch))
+        return SMOLLM2_ROWS * SMOLLM2_LENGTH
+
+    update()  # the second call compiles again, for weights that are placed
+    return {"smollm2_step": measure(update, repeats)}
+
+
 def iteration_result(repeats: int) -> dict:
     """Generated tokens per second of whole iterations."""
     steps = WARM_UP + repeats + 1
@@ -194,20 +225,18 @@ def iteration_result(repeats: int) -> dict:
     return {"iteration": summary([ROWS * NEW_TOKENS] * (len(used) - 1), used)}
 
 
+RESULTS = (sampler_results, train_step_result, iteration_result, smollm2_result)
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", choices=[each.__name__ for each in RESULTS])
     args = parser.parse_args()
-    emit(
-        {
-            "benchmark": "tunix_peer",
-            "jax": jax.__version__,
-            **sampler_results(args.repeats),
-            **train_step_result(args.repeats),
-            **iteration_result(args.repeats),
-        }
-    )
+    chosen = [each for each in RESULTS if args.only in (None, each.__name__)]
+    results = {name: value for each in chosen for name, value in each(args.repeats).items()}
+    emit({"benchmark": "tunix_peer", "jax": jax.__version__, **results})
 
 
 if __name__ == "__main__":

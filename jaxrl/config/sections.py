@@ -257,7 +257,10 @@ class TrainConfig:
         0, "tokens in a row of the packed batch", rules.at_least(0, "0: model.max_length")
     )
     logprob_chunk: int = rare(
-        256, "tokens whose logits exist at once when log-probabilities are taken", rules.at_least(1)
+        256,
+        "tokens of the whole batch whose logits exist at once when log-probabilities are taken; "
+        "on each device at least 256 of them, or this number if it is less",
+        rules.at_least(1),
     )
 
     def check(self) -> None:

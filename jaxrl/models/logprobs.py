@@ -10,6 +10,16 @@ from jaxrl.models.attention import softcap
 from jaxrl.models.parallel import first_of, gather_embed, gather_stream, run_local
 from jaxrl.models.spread import Spread, mesh_axes
 
+_FEWEST = 256
+"""Tokens of a device in one round, unless fewer are asked for: each round reads and writes the
+whole gradient of the weight, in float32, which with fewer takes longer than the products."""
+
+
+def chunk_width(chunk: int, rows: int, devices: int = 1) -> int:
+    """How many tokens of each of a device's `rows` are unembedded at a time, if those of a batch
+    on so many `devices` should be about `chunk`; on each device at least 256, or `chunk`."""
+    return max(1, max(chunk // devices, min(chunk, _FEWEST)) // max(rows, 1))
+
 
 def logprobs_of(
     hidden: jax.Array,
@@ -28,8 +38,8 @@ def logprobs_of(
     vocabulary, `first` is its first token, and the mesh axes `names` have the others.
     """
     batch, length = targets.shape
-    width = min(length, max(1, width))
     n_chunks = -(-length // width)
+    width = -(-length // n_chunks)  # chunks of one size, with next to no padding
     padding = n_chunks * width - length
     hidden = jnp.pad(hidden, ((0, 0), (0, padding), (0, 0)))
     targets = jnp.pad(targets, ((0, 0), (0, padding)))
@@ -63,13 +73,14 @@ def logprobs_on_mesh(
     cap: float,
 ) -> tuple[jax.Array, jax.Array]:
     """`logprobs_of` for hidden states of the residual stream and a weight split over a mesh;
-    about `chunk` tokens of the batch are unembedded at a time.
+    about `chunk` tokens of the batch are unembedded at a time (`chunk_width`).
 
     The weight is gathered once, and its gradient scattered once, for all chunks.
     """
     axes, rows = ("vocab", "embed"), ("batch", "length")
     names = mesh_axes(spread.rules.spec(("vocab",))[0])
-    width = chunk // (targets.shape[0] * spread.parts("length"))
+    shards = spread.parts("batch")
+    width = chunk_width(chunk, targets.shape[0] // shards, shards * spread.parts("length"))
 
     def local(hidden: jax.Array, targets: jax.Array, weight: jax.Array, temperature: jax.Array):
         hidden = gather_stream(hidden, spread)

@@ -27,7 +27,7 @@ from jaxrl.models.chunked import Prior
 from jaxrl.models.decoder import Decoder, KVCache
 from jaxrl.models.layers import Context
 from jaxrl.models.linear import linear
-from jaxrl.models.logprobs import logprobs_of, logprobs_on_mesh
+from jaxrl.models.logprobs import chunk_width, logprobs_of, logprobs_on_mesh
 from jaxrl.models.sight import row_context, sights
 from jaxrl.models.spread import spread_over
 from jaxrl.sharding import DEFAULT_RULES, Rules, shardings_of
@@ -233,9 +233,10 @@ def token_logprobs(
 ) -> tuple[jax.Array, jax.Array]:
     """hidden [B, T, D], targets [B, T] -> (logp of the targets, entropy), both float32 [B, T].
 
-    The distribution is softmax(logits / temperature). About `chunk` tokens of the batch are
-    unembedded at a time and their logits made again for the gradient, so that nothing of size B*T*V
-    ever exists (unless one chunk takes all tokens). The entropy (nats) carries no gradient.
+    The distribution is softmax(logits / temperature). About `chunk` tokens of the batch (on each
+    device of a mesh at least 256, or `chunk`) are unembedded at a time and their logits made again
+    for the gradient, so that nothing of size B*T*V ever exists (unless one chunk takes all tokens).
+    The entropy (nats) carries no gradient.
     """
     chex.assert_equal_shape_prefix([hidden, targets], 2)
     batch, length = targets.shape
@@ -246,7 +247,8 @@ def token_logprobs(
     weight, cap = _unembedding(model, params), model.config.logits_softcap
     spread = spread_over(mesh, rules, batch, length)
     if spread is None or mesh.size == 1:
-        return logprobs_of(hidden, targets, weight, temperature, width=chunk // batch, cap=cap)
+        width = chunk_width(chunk, batch)
+        return logprobs_of(hidden, targets, weight, temperature, width=width, cap=cap)
     return logprobs_on_mesh(hidden, targets, weight, temperature, spread, chunk=chunk, cap=cap)
 
 

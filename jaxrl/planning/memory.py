@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
+from jaxrl.models.logprobs import chunk_width
 from jaxrl.models.lora import split_frozen
 from jaxrl.models.model import Model
 from jaxrl.planning.layout import Layout
@@ -165,7 +166,8 @@ class _Sizes:
         self.whole_length = layout.config.row_length
         self.length = self.whole_length // self.split("length")
         self.tokens = self.rows * self.length
-        self.chunk = max(1, layout.config.train.logprob_chunk // max(rows, 1)) * self.rows
+        devices = layout.row_shards * self.split("length")
+        self.width = chunk_width(layout.config.train.logprob_chunk, self.rows, devices)
 
     def split(self, axis: str) -> int:
         """Among how many devices a logical axis is divided."""
@@ -219,7 +221,8 @@ class _Sizes:
 
     def logits(self) -> int:
         """Of one chunk: the logits, their probabilities, and the gradient of either."""
-        return 3 * self.chunk * self.config.vocab_size // self.split("vocab") * _FLOAT
+        tokens = self.rows * min(self.width, self.length)
+        return 3 * tokens * self.config.vocab_size // self.split("vocab") * _FLOAT
 
     def _tables(self) -> int:
         """Numbers of the token embedding on a device that has its width, and of the output

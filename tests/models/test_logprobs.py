@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl.models.logprobs import chunk_width
 from jaxrl.models.model import forward, sequence_logprobs, token_logprobs, unembed
 
 
@@ -37,6 +38,17 @@ def test_token_logprobs_any_chunk_equals_log_softmax(
     np.testing.assert_allclose(logp, expected_logp, rtol=0, atol=1e-5)
     np.testing.assert_allclose(entropy, expected_entropy, rtol=0, atol=1e-5)
     assert logp.dtype == entropy.dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    ("chunk", "rows", "devices", "width"),
+    [
+        *[(256, 16, 1, 16), (256, 2, 8, 128), (16, 2, 8, 8), (8192, 2, 16, 256)],
+        *[(16384, 2, 256, 128), (1, 4, 1, 1), (5, 4, 8, 1), (7, 0, 1, 7)],
+    ],
+)
+def test_chunk_width_on_many_devices_leaves_each_enough_tokens(chunk, rows, devices, width):
+    assert chunk_width(chunk, rows, devices) == width
 
 
 @pytest.mark.parametrize("temperature", [0.5, 2.0])

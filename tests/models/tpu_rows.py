@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 
 from jaxrl.config import ModelConfig
+from jaxrl.distributed.hlo import Collective, collectives_in
 from jaxrl.models.model import build_model, sequence_logprobs
 from jaxrl.sharding import DEFAULT_RULES, make_mesh
 
@@ -25,12 +26,17 @@ SIZES = {
     "remat": "full", "dtype": "bfloat16",
 }  # fmt: skip
 EXPERTS = {"n_experts": 16, "experts_per_token": 2, "mlp_dim": 512}
+NARROW = {
+    "d_model": 288, "n_heads": 9, "n_kv_heads": 3, "head_dim": 32, "mlp_dim": 768,
+    "tie_embeddings": True, "scan_layers": False, "remat": "none", "dtype": "float32",
+}  # fmt: skip
 CASES = {
     "dense": ({}, {"fsdp": 2, "tensor": 2}),
     "narrow heads and windows": (
         {"head_dim": 64, "sliding_window": 512, "global_every": 2, "attention_softcap": 30.0},
         {"fsdp": 2, "tensor": 2},
     ),
+    "narrow and unrolled": (NARROW, {"fsdp": 4}),
     "context": ({}, {"context": 2, "tensor": 2}),
     "experts": (EXPERTS, {"expert": 4}),
     "experts in parts": (EXPERTS, {"expert": 2, "expert_tensor": 2}),
@@ -59,12 +65,12 @@ def compile_case(changes: dict, sizes: dict[str, int]) -> dict:
     program = jax.jit(jax.grad(loss), out_shardings=shardings)
     compiled = program.lower(params, row, row, row).compile()
     text = compiled.as_text()
+    used = collectives_in(text)
     return {
         "kernels": len(re.findall(r"custom_call_target=\"tpu_custom_call\"", text)),
         "scores": _scores(text, SIZES["n_heads"] // sizes.get("tensor", 1)),
-        "collectives": {
-            name: len(re.findall(rf" {name}(-start)?\(", text)) for name in COLLECTIVES
-        },
+        "collectives": {kind: sum(one.kind == kind for one in used) for kind in COLLECTIVES},
+        "largest sum": max(_numbers(one) for one in used if one.kind == "all-reduce"),
         "temporary": compiled.memory_analysis().temp_size_in_bytes,
         "flops": compiled.cost_analysis()["flops"],
         "params": model.n_params,
@@ -77,6 +83,11 @@ def _scores(text: str, heads: int) -> int:
     shapes = re.findall(r"= \(?(?:f32|bf16)\[([\d,]+)\]", text)
     sizes = (math.prod(map(int, shape.split(","))) for shape in shapes)
     return sum(size >= heads * LENGTH * LENGTH for size in sizes)
+
+
+def _numbers(one: Collective) -> int:
+    """In the largest array of a collective."""
+    return max(math.prod(shape) for shape in one.shapes)
 
 
 def main() -> None:

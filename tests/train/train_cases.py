@@ -77,7 +77,7 @@ def make_engine(**changes) -> TrainEngine:
     blow up differences of rounding; unless changed."""
     arguments = {
         "optimizer": adamw(make_schedule("constant", learning_rate=LR), grad_clip=0, eps=EPS),
-        "objective": grpo_objective(AlgorithmConfig(), logprob_chunk=32),
+        "objective": grpo_objective(AlgorithmConfig(), logprob_chunk=8),
     }
     arguments |= changes
     model = arguments.pop("model", tiny_model())
