@@ -20,11 +20,11 @@ def need_tpu_compiler() -> None:
         pytest.skip("needs the TPU compiler: the extra `tpu-compile`, or TPU_LIBRARY_PATH")
 
 
-def report_of(script: Path, **environment: str) -> Any:
+def report_of(script: Path) -> Any:
     """What `script`, which compiles for a slice, prints as JSON in its last line."""
     need_tpu_compiler()
     path = os.pathsep.join(sys.path)
-    env = {**os.environ, **ENVIRONMENT, **environment, "PYTHONPATH": path}
+    env = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path}
     # Limits of memory hold for programs that are optimised as those that run.
     env.pop("JAX_OPTIMIZATION_LEVEL", None)
     result = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True)

@@ -12,7 +12,7 @@ from tpu_compiler import report_of
 @pytest.fixture(scope="module")
 def report():
     """What the compiled programs hold, by case."""
-    return report_of(Path(tpu_rows.__file__), JAX_OPTIMIZATION_LEVEL="O1")
+    return report_of(Path(tpu_rows.__file__))
 
 
 @pytest.mark.slow
