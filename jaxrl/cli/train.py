@@ -27,6 +27,8 @@ def run(config: ExperimentConfig, args: Any) -> int:
         watch=distributed.Watch(
             report_after_s=options.hang_report_s, exit_after_s=options.hang_exit_s
         ),
+        # Who has compiled a program waits for the others, whose caches may be empty.
+        agree_timeout_s=options.hang_exit_s,
     ) as processes:
         with RLTrainer(config) as trainer:
             try:

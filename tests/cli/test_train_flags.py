@@ -12,8 +12,8 @@ class Joined(Exception):
 
 
 def test_train_gives_the_watchdog_the_times_of_its_flags(repo_root, monkeypatch):
-    def join(*_, watch, timeout_s, **__):
-        raise Joined(watch.report_after_s, watch.exit_after_s, timeout_s)
+    def join(*_, watch, timeout_s, agree_timeout_s, **__):
+        raise Joined(watch.report_after_s, watch.exit_after_s, agree_timeout_s, timeout_s)
 
     monkeypatch.setattr(train.distributed, "join", join)
     flags = [f"--config={repo_root}/configs/tiny.py", "--hang-report-s=7", "--hang-exit-s=20"]
@@ -22,4 +22,4 @@ def test_train_gives_the_watchdog_the_times_of_its_flags(repo_root, monkeypatch)
     with pytest.raises(Joined) as met:
         train.run(args.config, args)
 
-    assert met.value.args == (7.0, 20.0, 3.0)
+    assert met.value.args == (7.0, 20.0, 20.0, 3.0)
