@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS)
 
-.PHONY: help quickstart test test-slow lint format docs slices hooks constraints clean
+.PHONY: help quickstart test test-slow test-tpu lint format docs slices hooks constraints clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -22,6 +22,11 @@ test: $(VENV)/.test ## install what tests need and run the default tests
 
 test-slow: $(VENV)/.test ## the tests marked slow
 	$(PYTEST) -m slow $(ARGS)
+
+# The compiler is large (700 MB), so that the tests that need it are skipped until it is asked for.
+test-tpu: $(VENV)/.test ## install the TPU compiler, and run the default tests that compile for a slice
+	$(PIP) --editable '.[tpu-compile]'
+	$(BIN)/python -m pytest tests/cli/test_plan_compile.py $(ARGS)
 
 lint: $(VENV)/.dev ## formatter and linter, without changing files
 	$(BIN)/ruff format --check .

@@ -28,6 +28,8 @@ def run(args: Any) -> int:
     options = args.options
     logs = Path(options.target) / "logs"
     recorded = (logs / _RECORD).is_file() and not args.overrides and not options.compile
+    if logs.is_dir() and not (logs / _RECORD).exists():
+        output.report(f"{logs / _RECORD} is not there: a run of one process records nothing\n")
     programs = list(_recorded(logs) if recorded else _compiled(args.config, options))
     if options.program:
         names = [program.name for program in programs]
@@ -89,7 +91,10 @@ def _table(program: Program, config: ExperimentConfig) -> str:
     sizes = _sizes(program, config)
     rows = [("", "times", "kind", "reduction", "bytes", "along", "result on a device")]
     for number, one in enumerate(program.collectives):
-        along = groups.axes_of(one.groups, sizes) or groups_text(one)
+        along = groups.axes_of(one.groups, sizes)
+        if not along:
+            # A mesh axis of one device: nothing is sent.
+            along = "none" if along == "" else groups_text(one)
         what = (str(number), str(one.trips), one.kind, one.reduction or "", f"{one.bytes:,}")
         rows.append((*what, along, _results(one)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

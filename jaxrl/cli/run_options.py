@@ -40,6 +40,12 @@ class TrainOptions:
     join_timeout_s: float = common(
         300.0, "longest wait for the other processes at the start, in seconds", rules.seconds()
     )
+    hang_report_s: float = common(
+        120.0, "seconds without progress until a report says who waits for whom", rules.seconds()
+    )
+    hang_exit_s: float = common(
+        900.0, "seconds without progress until all processes end with an error", rules.seconds()
+    )
 
     def check(self) -> None:
         """The three that name a process belong together."""

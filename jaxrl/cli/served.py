@@ -48,10 +48,12 @@ def load_served(args: Any) -> Served:
     """
     options: ServeOptions = args.options
     parts = open_parts(args)
+    # Before the wait: it holds nothing yet, and a mistake in the flags shows at once.
+    engine = _engine(parts, options)
     if options.follow:
         _wait_for_first(options.run)
     params, version = load_weights(args, parts)
-    driver = _driver(args, parts, _engine(parts, options), params, version)
+    driver = _driver(args, parts, engine, params, version)
     return Served(parts, driver.start())
 
 

@@ -24,6 +24,11 @@ def run(config: ExperimentConfig, args: Any) -> int:
         options.process if options.process >= 0 else None,
         timeout_s=options.join_timeout_s,
         fingerprint={"config": to_dict(config)},
+        watch=distributed.Watch(
+            report_after_s=options.hang_report_s, exit_after_s=options.hang_exit_s
+        ),
+        # Who has compiled a program waits for the others, whose caches may be empty.
+        agree_timeout_s=options.hang_exit_s,
     ) as processes:
         with RLTrainer(config) as trainer:
             try:

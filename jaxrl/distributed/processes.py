@@ -163,6 +163,8 @@ class Processes:
         if number:
             # All are at this exchange, so that nobody reads the one before any more.
             self._control.forget(f"exchange/{number - 1}")
+        # It waits for nobody any more: others may wait for what it does next.
+        self._watchdog.now("idle", f"after the exchange of {what!r}")
         parts = [got[process].partition(b"\n") for process in range(self.count)]
         places = {process: place.decode() for process, (place, _, _) in enumerate(parts)}
         if len(set(places.values())) > 1:

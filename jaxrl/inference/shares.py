@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import collections
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from jaxrl.config import ExperimentConfig, ModelConfig
 from jaxrl.config.schema import demand
+from jaxrl.distributed.sides import sides_of
 from jaxrl.errors import ConfigError
 from jaxrl.models.check import check_mesh
 from jaxrl.sharding import AXES, DEFAULT_RULES
 
 _INNER = ("tensor", "expert", "expert_tensor", "fsdp")  # in the order in which they take devices
+
+
+def owned_by_each(owners: Iterable[int]) -> int:
+    """How many devices each process has; `owners` are the processes of all devices.
+
+    Raises `ConfigError`, with the numbers, if some have more than others.
+    """
+    counts = collections.Counter(owners)
+    if len(set(counts.values())) > 1:
+        raise ConfigError(
+            "processes that sample must have equally many devices, but there are "
+            f"{sides_of(counts)}"
+        )
+    return next(iter(counts.values()))
 
 
 def sampler_sizes(

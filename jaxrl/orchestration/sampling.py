@@ -86,6 +86,7 @@ class InMemory:
         """As `Sampling` says."""
         copy, version, digest = published = self._copy(params, number)
         if self._driver is None:
+            current().idle("compiling the sampler's programs")
             # A narrower copy was verified on its way.
             self._driver = make_driver(
                 self._session.parts,

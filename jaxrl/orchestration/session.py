@@ -24,7 +24,7 @@ from jaxrl.data.prompts import PromptStream, eval_prompts
 from jaxrl.data.tokenizers import Tokenizer, load_tokenizer
 from jaxrl.distributed import current
 from jaxrl.errors import CheckpointError, ConfigError
-from jaxrl.inference.shares import check_shares, sampler_sizes
+from jaxrl.inference.shares import check_shares, owned_by_each, sampler_sizes
 from jaxrl.models.check import check_mesh
 from jaxrl.models.lora import base_model
 from jaxrl.models.model import Model, build_model, init_params
@@ -151,7 +151,9 @@ class Parts:
     def sampler_meshes(self) -> tuple[Mesh, ...]:
         """The mesh that each process samples on, over its own devices. Raises `ConfigError`."""
         processes, shape = hosts.count(), self.mesh.shape
-        owned = self.mesh.size if processes == 1 else jax.local_device_count()
+        owned = self.mesh.size
+        if processes > 1:
+            owned = owned_by_each(device.process_index for device in jax.devices())
         sizes = sampler_sizes(self.config, shape, owned, processes)
         if processes > 1:
             return process_meshes(**sizes)

@@ -129,8 +129,8 @@ def make_layout(
         raise ConfigError(f"mesh: {error}") from None
     sizes = dict(zip(AXES, shape, strict=True))
     # Made again, so that what an axis of -1 became is checked like a number in the config.
-    config = dataclasses.replace(config, mesh=MeshConfig(**sizes))
     model = dataclasses.replace(config.model, vocab_size=_vocabulary(config))
+    config = dataclasses.replace(config, mesh=MeshConfig(**sizes), model=model)
     if n_devices % processes:
         raise ConfigError(f"{n_devices} devices must be a multiple of {processes} processes")
     if config.rollout.samplers:

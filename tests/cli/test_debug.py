@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from distributed import hlo_texts
@@ -78,6 +79,25 @@ def test_debug_collectives_of_run_shows_what_it_recorded(run_folder, capsys):
         "f32[8,128]",
     ]
     assert "decode: 3 collectives" in out
+
+
+def test_debug_collectives_of_run_without_a_record_says_so_before_it_compiles(run_folder, capsys):
+    (Path(run_folder) / "logs" / FILE).unlink()
+
+    code = main(["debug", "collectives", run_folder, "--program=trian"])
+
+    assert code == 2
+    assert "collectives.json is not there: a run of one process records" in capsys.readouterr().err
+
+
+def test_debug_collectives_names_no_axis_for_groups_of_one_device(run_folder, capsys):
+    record_program(Path(run_folder) / "logs", "alone", hlo_texts.all_reduce("{{0},{1},{2},{3}}"))
+
+    main(["debug", "collectives", run_folder, "--program=alone"])
+
+    head, _, row = capsys.readouterr().out.splitlines()
+    assert head == "alone: 1 collectives in a run, 0 bytes sent by each device"
+    assert row.split()[-2:] == ["none", "f32[8,128]"]
 
 
 def test_debug_collectives_of_one_recorded_program(run_folder, capsys):

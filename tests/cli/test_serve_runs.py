@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import shutil
 import time
@@ -118,6 +119,19 @@ def test_run_that_has_published_nothing_is_waited_for_when_it_is_followed(
     loaded.driver.stop()
 
     assert loaded.driver.version.number == 300
+
+
+def test_flags_that_do_not_fit_a_followed_run_are_refused_before_its_first_version(
+    run_folder, programs, monkeypatch
+):
+    folder, _ = run_folder
+    shutil.rmtree(folder / "weights" / "0")
+    monkeypatch.setattr(served.time, "sleep", lambda _: pytest.fail("it waits for weights"))
+    args = _follow(folder, programs)
+    options = dataclasses.replace(args.options, max_length=65)
+
+    with pytest.raises(ConfigError, match="--max-length=65 must be at most 64"):
+        served.load_served(dataclasses.replace(args, options=options))
 
 
 def _no_room(*_):

@@ -223,8 +223,8 @@ def waiting() -> None:
         one, x = processes.checked(summed, name="one"), placed()
         number(one(x))
         say("running")
+        processes.exchange("a share", b"")
         if MISFIT:
-            processes.idle("something else")
             time.sleep(1000)
         processes.enter("training", step=1)
         number(one(x))

@@ -107,6 +107,13 @@ def test_meshes_page_example_runs(examples):
     run(check)
 
 
+def test_distributed_page_examples_run(examples):
+    alone, group = examples("docs/distributed.md")
+
+    assert run(alone)["processes"].count == 1
+    assert run(group)["group"].size == 1
+
+
 def test_weights_page_example_runs(examples):
     (store,) = examples("docs/weights.md")[:1]
     model = build_model(ModelConfig(**_MODEL, vocab_size=32, max_length=16))

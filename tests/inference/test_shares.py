@@ -9,7 +9,7 @@ from planning.planned import small_config
 
 from jaxrl.config import SamplerMeshConfig
 from jaxrl.errors import ConfigError
-from jaxrl.inference.shares import check_shares, sampler_sizes
+from jaxrl.inference.shares import check_shares, owned_by_each, sampler_sizes
 from jaxrl.sharding import AXES
 
 TRAINER = dict(zip(AXES, (2, 4, 2, 2, 4, 1), strict=True))
@@ -72,3 +72,10 @@ def test_check_shares_refuses_what_does_not_divide_with_the_numbers(processes, s
     with pytest.raises(ConfigError, match=message):
         whole = None if sizes is None else dict.fromkeys(AXES, 1) | sizes
         check_shares(config, config.model, whole, processes)
+
+
+def test_owned_by_each_counts_devices_and_refuses_processes_that_have_more_than_others():
+    assert owned_by_each([0, 0, 1, 1]) == 2
+
+    with pytest.raises(ConfigError, match="there are 2 in processes 0, 2; 1 in process 1"):
+        owned_by_each([0, 0, 1, 2, 2])

@@ -177,3 +177,21 @@ def test_fully_sharded_step_moves_weights_and_never_activations(make_model, make
 def _is_activation(shape: tuple[int, ...]) -> bool:
     """Batch 8 and length 16 come first, in whole; no weight of this model has such a shape."""
     return len(shape) > 2 and shape[:2] == (8, 16)
+
+
+def test_tensor_split_step_norms_see_their_part_of_the_length_and_no_sum_is_all_reduced(
+    make_model, make_tokens
+):
+    mesh = make_mesh(data=2, context=2, tensor=2)
+    model, params = make_model(n_layers=1)
+    placed = place(params, mesh, DEFAULT_RULES, axes_of=model.axes)
+    loss = functools.partial(_loss, model, mesh)
+    gradient = jax.jit(jax.grad(loss, has_aux=True), out_shardings=(model.shardings(mesh), None))
+
+    text = gradient.lower(placed, *_split(mesh, *make_tokens(8, 16))).compile().as_text()
+
+    # Before attention, before the MLP, before the logits: 4 rows of 16 / (context x tensor) tokens.
+    assert re.findall(r"= f32\[([\d,]+)\]\S* rsqrt\(", text) == ["4,4,1"] * 3
+    stream = rf"f32\[4,(?:4|8),{model.config.d_model}\]"
+    assert re.search(rf"= {stream}\S* reduce-scatter\(", text)
+    assert not re.search(rf"= {stream}\S* all-reduce\(", text)

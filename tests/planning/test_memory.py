@@ -8,10 +8,11 @@ import jax
 import pytest
 from planning.planned import small_config, with_algorithm
 
+from jaxrl.data.tokenizers import load_tokenizer
 from jaxrl.models.model import init_params
 from jaxrl.planning.layout import make_layout
 from jaxrl.planning.memory import plan_memory
-from jaxrl.planning.programs import lower
+from jaxrl.planning.programs import active_params, lower
 from jaxrl.sharding import bytes_per_device
 from jaxrl.train.engine import TrainEngine
 
@@ -86,6 +87,19 @@ def test_plan_without_training_holds_weights_once():
 
     assert set(plan.resident) == {"weights of the sampler", "KV cache"}
     assert set(plan.programs) == {"prefill", "decode"}
+
+
+def test_plan_is_the_same_where_the_tokenizer_says_the_size_of_the_vocabulary():
+    size = load_tokenizer("bytes").vocab_size
+    data = {"tokenizer": "bytes"}
+    given, read = (
+        make_layout(small_config(data=data, model={"vocab_size": n, "tie_embeddings": False}), 1)
+        for n in (size, 0)
+    )
+
+    assert plan_memory(read) == plan_memory(given)
+    assert plan_memory(read).programs["decode"]["logits"] > 0
+    assert active_params(read) == active_params(given)
 
 
 def test_peak_is_the_resident_part_and_the_hungriest_program():
