@@ -121,10 +121,28 @@ def test_meet_port_of_another_program_is_named():
     )
 
 
-def _hang_up(server: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        while True:
-            server.accept()[0].close()
+def test_meet_where_another_program_answers_says_that_it_is_no_coordinator():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        line = b'{"missing": ["x", 2]}\n'
+        threading.Thread(target=_hang_up, args=(other, line), daemon=True).start()
+
+        (got,) = meet_all(hello(1), timeout_s=0.5, port=port)
+
+    assert "process 1 cannot reach the coordinator, process 0, at 127.0.0.1:" in got
+    assert "what listens there is not waiting for this process" in got
+
+
+def _hang_up(server: socket.socket, line: bytes = b"") -> None:
+    while True:
+        with contextlib.suppress(ConnectionError):
+            try:
+                caller, _ = server.accept()
+            except OSError:
+                return
+            with caller:
+                caller.recv(65536)
+                caller.sendall(line)
 
 
 STRANGERS = {
