@@ -165,7 +165,9 @@ class _Sizes:
         self.whole_length = layout.config.row_length
         self.length = self.whole_length // self.split("length")
         self.tokens = self.rows * self.length
-        self.chunk = max(1, layout.config.train.logprob_chunk // max(rows, 1)) * self.rows
+        # As `logprobs_on_mesh` has it: at most all that the rows on a device hold.
+        width = layout.config.train.logprob_chunk // max(rows * self.split("length"), 1)
+        self.chunk = min(self.length, max(1, width)) * self.rows
 
     def split(self, axis: str) -> int:
         """Among how many devices a logical axis is divided."""
