@@ -32,11 +32,6 @@ def seconds() -> Rule:
     return Rule("above 0 and at most 100000000", lambda value: 0 < value <= 1e8)
 
 
-def gibibytes() -> Rule:
-    """A size of memory that bytes can count: above 0, at most a pebibyte."""
-    return Rule("above 0 and at most 1048576", lambda value: 0 < value <= 2**20)
-
-
 def steps(note: str) -> Rule:
     """A number of updates; the step is counted on the device in 32 bits."""
     return Rule(f"between 0 and 2147483647 ({note})", lambda value: 0 <= value < 2**31)
