@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import jax
 import pytest
 from distributed import hlo_texts
 
@@ -30,6 +31,12 @@ def get_config():
         rollout=RolloutConfig(max_new_tokens=8, slots=4, group_size=2),
     )
 """
+
+
+@pytest.fixture(autouse=True)
+def started():
+    """The command chooses the number of devices where it starts JAX; later tests need theirs."""
+    jax.devices()
 
 
 @pytest.fixture
