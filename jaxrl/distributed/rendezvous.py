@@ -266,6 +266,7 @@ class _Visitor:
 
     def visit(self) -> str | None:
         """One attempt: the id of the job, None if it has to be repeated."""
+        self._missing = [0]  # until it says otherwise, also where an earlier attempt heard it
         try:
             limit = max(0.001, min(self.left(), 5.0))
             with socket.create_connection(self._address, timeout=limit) as connection:
