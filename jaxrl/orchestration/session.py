@@ -221,7 +221,8 @@ class Session:
         """Take the output directory, write config.json and open ledger, metrics and stores.
 
         Raises `ConfigError` for what `Parts.check` finds, before anything is written; `OutputError`
-        if the directory cannot be written or another run is inside; and `CheckpointError` if
+        if the directory cannot be written, another run is inside, or another process of this one
+        sees another directory there; and `CheckpointError` if
         `checkpoint.resume` does not fit what is there.
         """
         if self._stack is not None:
@@ -230,17 +231,22 @@ class Session:
             # Processes tell each other about their devices at the first use: all at once, now.
             jax.devices()
             # The others come after the first, which takes the directory for all of them.
+            marks = [b""]
             for turn in (hosts.index() == 0, hosts.index() > 0):
-                hosts.together("opening the run", lambda turn=turn: self._enter(stack, turn))
+                enter = functools.partial(self._enter, stack, turn, marks[0])
+                marks = hosts.together("opening the run", enter)
             self._stack = stack.pop_all()
         return self
 
-    def _enter(self, stack: ExitStack, turn: bool) -> bytes:
-        """Open everything if it is this process's turn."""
+    def _enter(self, stack: ExitStack, turn: bool, mark: bytes) -> bytes:
+        """Open everything if it is this process's turn; the first one gives the mark by which the
+        others know its folder."""
         if turn:
             self.parts.check()
             if hosts.index() == 0:
                 stack.enter_context(self.run_dir)
+            else:
+                self.run_dir.find_mark(mark)
             if hosts.count() > 1:
                 current().set_logs(self.run_dir.logs)
             self.checkpoints = CheckpointStore(
@@ -259,7 +265,8 @@ class Session:
             self.ledger = stack.enter_context(Ledger(self.run_dir.ledger_of(hosts.index())))
             self.store = WeightStore(self.run_dir.weights)
             self.tracker = stack.enter_context(Tracker(self._writers()))
-        return b""
+        leads = turn and hosts.index() == 0 and hosts.count() > 1
+        return self.run_dir.leave_mark() if leads else b""
 
     def close(self) -> None:
         """Write what is kept and let other runs into the directory; may be repeated."""

@@ -4,6 +4,7 @@ all."""
 from __future__ import annotations
 
 import collections
+import dataclasses
 import json
 
 import jax
@@ -111,6 +112,20 @@ def test_error_in_one_process_ends_all_and_names_it(tmp_path, make_config):
     assert all(each.code not in (0, None) for each in ended), ended
     assert "process 1 failed at collecting a batch" in ended[0].text
     assert "the collector is not running" in ended[0].text
+
+
+def test_processes_that_see_other_folders_are_refused_before_anything_is_trained(
+    tmp_path, make_config
+):
+    config = dataclasses.replace(make_config(mesh=MESH), output_dir="run")
+
+    ended = run_job(tmp_path, config, "apart", 2, 1)
+
+    assert all(each.code == 1 for each in ended), ended
+    for each in ended:
+        assert "is not the folder that process 0 writes to" in each.text
+        assert str(tmp_path / "job" / "1" / "run") in each.text
+    assert not any((tmp_path / "job" / "0" / "run" / "checkpoints").iterdir())
 
 
 def test_prompts_that_processes_cannot_share_are_refused_with_the_numbers(make_config, monkeypatch):
