@@ -35,6 +35,7 @@ from jaxrl.observe.progress import Progress
 from jaxrl.observe.tracker import Tracker, Writer
 from jaxrl.observe.writers import JsonlWriter, TensorBoardWriter
 from jaxrl.orchestration import hosts
+from jaxrl.orchestration.inputs import require_same
 from jaxrl.orchestration.interrupts import Interrupts
 from jaxrl.orchestration.ledger import Ledger, effective, read_ledger
 from jaxrl.orchestration.run_dir import RunDir
@@ -179,6 +180,11 @@ class Parts:
         return load_examples(self.config.data, "train")
 
     @functools.cached_property
+    def eval_examples(self) -> Sequence[Any]:
+        """Held-out examples."""
+        return load_examples(self.config.data, "eval")
+
+    @functools.cached_property
     def train_prompts(self) -> PromptStream:
         """The endless stream of training prompts."""
         return PromptStream(
@@ -192,9 +198,8 @@ class Parts:
     @functools.cached_property
     def eval_prompts(self) -> list[Prompt]:
         """The held-out prompts."""
-        examples = load_examples(self.config.data, "eval")
         return eval_prompts(
-            examples,
+            self.eval_examples,
             self.tokenizer,
             max_prompt_tokens=self.config.data.max_prompt_tokens,
             chat=self.chat,
@@ -220,16 +225,17 @@ class Session:
     def open(self) -> Session:
         """Take the output directory, write config.json and open ledger, metrics and stores.
 
-        Raises `ConfigError` for what `Parts.check` finds, before anything is written; `OutputError`
-        if the directory cannot be written, another run is inside, or another process of this one
-        sees another directory there; and `CheckpointError` if
-        `checkpoint.resume` does not fit what is there.
+        Raises, before anything is written, `ConfigError` for what `Parts.check` finds, and
+        `DataError` where processes have read different files; `OutputError` if the directory cannot
+        be written, another run is inside, or another process of this one sees another directory
+        there; and `CheckpointError` if `checkpoint.resume` does not fit what is there.
         """
         if self._stack is not None:
             return self
         with ExitStack() as stack:
             # Processes tell each other about their devices at the first use: all at once, now.
             jax.devices()
+            require_same(self.parts)
             # The others come after the first, which takes the directory for all of them.
             marks = [b""]
             for turn in (hosts.index() == 0, hosts.index() > 0):

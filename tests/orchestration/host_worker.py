@@ -20,10 +20,8 @@ def main() -> None:
     scenario, port, count, index, folder = sys.argv[1:6]
     config = load_config(Path(folder).parent / "config.json")
     if scenario == "apart":
-        # The output_dir is relative, and every process has had a run there.
-        place = Path(folder, index)
-        (place / config.output_dir / "logs").mkdir(parents=True)
-        os.chdir(place)
+        # Relative paths name other files on each host.
+        os.chdir(Path(folder, index))
     with distributed.join(
         f"127.0.0.1:{port}",
         int(count),
