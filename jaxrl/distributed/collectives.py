@@ -59,7 +59,7 @@ class Collectives:
         Raises `ValueError` if `source` is not in the group.
         """
         if source not in self.group.processes:
-            raise ValueError(f"source={source} must be one of {self.group.processes}")
+            raise ValueError(f"source={source!r} must be one of {self.group.processes}")
         values = self._exchange("broadcast", value, source=int(source))
         return values[self.group.processes.index(source)]
 
