@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 _RECORD = "collectives.json"
 _MOST_ARRAYS = 3
+_MOST_DEVICES = 1 << 15
+"""More than a pod has; so many take minutes already."""
 
 
 def run(args: Any) -> int:
@@ -53,6 +55,8 @@ def _recorded(logs: Path) -> tuple[Program, ...]:
 def _compiled(config: ExperimentConfig, options: Any) -> Iterator[Program]:
     """The programs of `config`, compiled for as many CPU devices as its mesh has."""
     count = options.devices or devices_of(config, "--devices")
+    if count > _MOST_DEVICES:
+        raise ConfigError(f"programs are compiled for at most {_MOST_DEVICES} devices, not {count}")
     import jax
 
     from jaxrl.distributed.hlo import collectives_in

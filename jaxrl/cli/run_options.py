@@ -80,7 +80,7 @@ class PlanOptions:
     hbm_gb: float | None = common(
         None,
         "memory of a device in GiB; none for that of --topology's chip, or no limit",
-        rules.above(0),
+        rules.within(0.001, 1048576),
     )
     json: bool = common(False, "print one JSON object")
 

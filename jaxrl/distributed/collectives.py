@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+import jax
 import numpy as np
 
 from jaxrl.distributed.control import Control
@@ -58,8 +59,8 @@ class Collectives:
         Raises `ValueError` if `source` is not in the group.
         """
         if source not in self.group.processes:
-            raise ValueError(f"source={source} must be one of {self.group.processes}")
-        values = self._exchange("broadcast", value, source=source)
+            raise ValueError(f"source={source!r} must be one of {self.group.processes}")
+        values = self._exchange("broadcast", value, source=int(source))
         return values[self.group.processes.index(source)]
 
     def barrier(self, name: str, *, timeout_s: float | None = None) -> None:
@@ -71,8 +72,12 @@ class Collectives:
     ) -> list[np.ndarray]:
         """The arrays of all members by rank; in a broadcast only its source's means anything."""
         array = np.asarray(value)
-        if array.dtype.hasobject:
+        if not any(
+            jax.dtypes.issubdtype(array.dtype, numeric) for numeric in (np.number, np.bool_)
+        ):
             raise ValueError(f"{kind}: dtype {array.dtype} must be numeric")
+        # The others read the bytes in the order of this machine, which a name does not tell.
+        array = array.astype(array.dtype.newbyteorder("="), copy=False)
         if array.nbytes > _MOST_BYTES:
             raise ValueError(f"{kind} of {array.nbytes} bytes: at most {_MOST_BYTES} go this way")
         if self.group.size == 1:

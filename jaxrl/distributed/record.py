@@ -15,6 +15,8 @@ from jaxrl.observe.logger import get_logger
 
 _LOGGER = get_logger("distributed")
 FILE = "collectives.json"
+_MOST_DEVICES = 1 << 20
+"""More than any run has."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +64,8 @@ def read_programs(folder: Path | str) -> tuple[Program, ...]:
             raise TypeError(f"{type(records).__name__} instead of a list")
         return tuple(
             Program(
-                record["name"],
-                tuple(record["inputs"]),
+                _text(record["name"]),
+                tuple(_text(line) for line in record["inputs"]),
                 tuple(_collective(each) for each in record["collectives"]),
             )
             for record in records
@@ -75,12 +77,28 @@ def read_programs(folder: Path | str) -> tuple[Program, ...]:
 
 
 def _collective(record: Mapping[str, Any]) -> Collective:
-    return Collective(
-        kind=record["kind"],
-        reduction=record["reduction"],
-        groups=tuple(tuple(group) for group in record["groups"]),
-        shapes=tuple(tuple(shape) for shape in record["shapes"]),
-        dtypes=tuple(record["dtypes"]),
-        computation=record["computation"],
-        trips=record["trips"],
+    one = Collective(
+        kind=_text(record["kind"]),
+        reduction=None if record["reduction"] is None else _text(record["reduction"]),
+        groups=tuple(_numbers(group, _MOST_DEVICES) for group in record["groups"]),
+        shapes=tuple(_numbers(shape) for shape in record["shapes"]),
+        dtypes=tuple(_text(dtype) for dtype in record["dtypes"]),
+        computation=_text(record["computation"]),
+        trips=_numbers([record["trips"]])[0],
     )
+    if not all(one.groups) or len(one.shapes) != len(one.dtypes):
+        raise ValueError(f"an empty group, or not one dtype for each shape: {record!r:.200}")
+    return one
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r:.200} must be text")
+    return value
+
+
+def _numbers(values: Any, most: int = 1 << 62) -> tuple[int, ...]:
+    for value in values:
+        if type(value) is not int or not 0 <= value < most:
+            raise ValueError(f"{value!r:.200} must be an integer from 0 to {most - 1}")
+    return tuple(values)

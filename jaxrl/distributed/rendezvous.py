@@ -142,7 +142,7 @@ class _Coordinator:
 
     def _complete(self) -> bool:
         ids = {0, *(hello.process_id for hello in self._arrived.values())}
-        return ids == set(range(self._own.num_processes)) and not self._impossible()
+        return len(ids) == self._own.num_processes and not self._impossible()
 
     def _impossible(self) -> bool:
         """Whether waiting for more cannot help any more."""
@@ -266,6 +266,7 @@ class _Visitor:
 
     def visit(self) -> str | None:
         """One attempt: the id of the job, None if it has to be repeated."""
+        self._missing = [0]  # until it says otherwise, also where an earlier attempt heard it
         try:
             limit = max(0.001, min(self.left(), 5.0))
             with socket.create_connection(self._address, timeout=limit) as connection:
@@ -276,7 +277,7 @@ class _Visitor:
                         return str(answer["go"])
                     if "problem" in answer:
                         raise DistributedError(f"the job cannot start: {answer['problem']}")
-                    self._missing = answer.get("missing") or []
+                    self._missing = _numbers(answer.get("missing"))
             self._reason = "what listens there is not waiting for this process"
         except OSError as error:
             self._reason = error.strerror or str(error) or type(error).__name__
@@ -298,6 +299,13 @@ class _Visitor:
             f"{timeout_s:g} s ({self._reason}): is process 0 running, is the address right, is the "
             f"port open, and is process_id={number} free?"
         )
+
+
+def _numbers(said: Any) -> list[int]:
+    """Who is missing; process 0, as far as anybody knows, if it is no coordinator that says so."""
+    if not isinstance(said, list) or any(type(number) is not int for number in said):
+        return [0]
+    return said
 
 
 def _answers(connection: socket.socket, deadline: float) -> Any:

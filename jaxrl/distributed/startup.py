@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import operator
 import os
+import re
 import socket
 import time
 from collections.abc import Mapping
@@ -18,6 +21,9 @@ from jaxrl.errors import DistributedError
 from jaxrl.observe.logger import get_logger
 
 _LOGGER = get_logger("distributed")
+_PORT = re.compile("[0-9]{1,5}")
+_MOST = 1 << 20
+"""Processes; more than any cluster has."""
 _joined: Processes | None = None
 _ALONE = Processes.alone({}, None)
 
@@ -40,14 +46,18 @@ def join(
     result does nothing at no cost. `fingerprint` is what all processes must agree on beside the
     versions and the code of jaxrl, such as the configuration: nested mappings. Reports of the
     watchdog go to the folder `logs`. `agree_timeout_s` bounds how long the others may take to
-    compile what this process has compiled. A second call returns what the first one made.
+    compile what this process has compiled. A second call returns what the first one made; numbers
+    of another process are an error then.
 
     Raises `DistributedError`, on every process that has arrived and within about `timeout_s`:
     unreachable coordinator, missing process, wrong number, duplicate id, other code, other values.
     """
     global _joined
     if _joined is not None and not _joined.closed:
+        _check_same(_joined, num_processes, process_id)
         return _joined
+    logs = None if logs is None else Path(logs)
+    _check_options(timeout_s, agree_timeout_s, fingerprint, watch)
     if None in (coordinator, num_processes, process_id):
         coordinator, num_processes, process_id = connection.detect(
             coordinator, num_processes, process_id, timeout_s
@@ -122,21 +132,59 @@ def current() -> Processes:
 
 def _check_numbers(num_processes: int | None, process_id: int | None) -> tuple[int, int]:
     """(index, count). Raises `DistributedError`."""
-    for name, value in (("num_processes", num_processes), ("process_id", process_id)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise DistributedError(f"{name}={value!r} must be an integer")
-    if num_processes < 1:
-        raise DistributedError(f"num_processes={num_processes} must be at least 1")
-    if process_id < 0:
-        raise DistributedError(f"process_id={process_id} must be at least 0")
-    return process_id, num_processes
+    count, index = _integer("num_processes", num_processes), _integer("process_id", process_id)
+    if not 1 <= count <= _MOST:
+        raise DistributedError(f"num_processes={count} must be between 1 and {_MOST}")
+    if index < 0:
+        raise DistributedError(f"process_id={index} must be at least 0")
+    return index, count
+
+
+def _integer(name: str, value: Any) -> int:
+    """Also one of NumPy."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise DistributedError(f"{name}={value!r} must be an integer")
+    return operator.index(value)
+
+
+def _check_options(timeout_s: Any, agree_timeout_s: Any, fingerprint: Any, watch: Any) -> None:
+    """Before anybody waits for this process. Raises `DistributedError`."""
+    if not isinstance(fingerprint, Mapping | None):
+        raise DistributedError(f"fingerprint={fingerprint!r} must be a mapping")
+    if not isinstance(watch, Watch | None):
+        raise DistributedError(f"watch={watch!r} must be a Watch")
+    times = {"timeout_s": timeout_s, "agree_timeout_s": agree_timeout_s}
+    if watch is not None:
+        times |= {f"watch.{name}": value for name, value in dataclasses.asdict(watch).items()}
+    for name, value in times.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1e8:
+            raise DistributedError(f"{name}={value!r} must be seconds, above 0 and at most 1e8")
+
+
+def _check_same(joined: Processes, num_processes: Any, process_id: Any) -> None:
+    """Whether a further call means the job that this process is part of."""
+    for name, value, had in (
+        ("num_processes", num_processes, joined.count),
+        ("process_id", process_id, joined.index),
+    ):
+        if value is not None and _integer(name, value) != had:
+            raise DistributedError(
+                f"{name}={value}: this process has joined already, as process {joined.index} of "
+                f"{joined.count}"
+            )
 
 
 def _address(coordinator: str | None) -> tuple[str, int]:
     """ "host:port", "[::1]:port" -> (host, port). Raises `DistributedError`."""
-    host, colon, port = (coordinator or "").rpartition(":")
-    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+    host, _, port = coordinator.rpartition(":") if isinstance(coordinator, str) else ("", "", "")
+    if not host or not _PORT.fullmatch(port) or not 0 < int(port) < 65536:
         raise DistributedError(
             f"coordinator={coordinator!r} must be host:port, the address of process 0"
         )
+    try:
+        host.encode("idna")  # as sockets do
+    except UnicodeError as error:
+        raise DistributedError(
+            f"coordinator={coordinator!r}: {host!r} cannot be the name of a machine"
+        ) from error
     return host.strip("[]"), int(port)

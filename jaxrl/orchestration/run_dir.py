@@ -8,6 +8,7 @@ import json
 import os
 import socket
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -38,6 +39,7 @@ class RunDir:
         self.plots = self.path / "plots"
         self.logs = self.path / "logs"
         self._lock: BinaryIO | None = None
+        self._mark = self.path / ".mark"
 
     @property
     def folders(self) -> tuple[Path, ...]:
@@ -80,6 +82,32 @@ class RunDir:
 
     def __exit__(self, *exc: object) -> None:
         self.release()
+
+    def leave_mark(self) -> bytes:
+        """Write something unique into the folder, for `find_mark` of the run's other processes."""
+        mark = uuid.uuid4().hex.encode()
+        write_atomically(self._mark, mark)
+        return mark
+
+    def find_mark(self, mark: bytes, *, wait_s: float = 10.0) -> None:
+        """Raise `OutputError` unless `mark` was left in this very folder.
+
+        Network file systems may show it a little later: it is looked for again for `wait_s`.
+        """
+        deadline = time.monotonic() + wait_s
+        while not self._has_mark(mark):
+            if time.monotonic() > deadline:
+                raise OutputError(
+                    f"{self.path} on {socket.gethostname()} ({self.path.absolute()}) is not the "
+                    "folder that process 0 writes to: output_dir must be one that all processes see"
+                )
+            time.sleep(0.1)
+
+    def _has_mark(self, mark: bytes) -> bool:
+        try:
+            return self._mark.read_bytes() == mark
+        except OSError:
+            return False
 
     def ledger_of(self, process: int) -> Path:
         """Where a process of the run writes its events; the first one's is the run's."""

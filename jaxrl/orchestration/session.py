@@ -35,6 +35,7 @@ from jaxrl.observe.progress import Progress
 from jaxrl.observe.tracker import Tracker, Writer
 from jaxrl.observe.writers import JsonlWriter, TensorBoardWriter
 from jaxrl.orchestration import hosts
+from jaxrl.orchestration.inputs import require_same
 from jaxrl.orchestration.interrupts import Interrupts
 from jaxrl.orchestration.ledger import Ledger, effective, read_ledger
 from jaxrl.orchestration.run_dir import RunDir
@@ -181,6 +182,11 @@ class Parts:
         return load_examples(self.config.data, "train")
 
     @functools.cached_property
+    def eval_examples(self) -> Sequence[Any]:
+        """Held-out examples."""
+        return load_examples(self.config.data, "eval")
+
+    @functools.cached_property
     def train_prompts(self) -> PromptStream:
         """The endless stream of training prompts."""
         return PromptStream(
@@ -194,9 +200,8 @@ class Parts:
     @functools.cached_property
     def eval_prompts(self) -> list[Prompt]:
         """The held-out prompts."""
-        examples = load_examples(self.config.data, "eval")
         return eval_prompts(
-            examples,
+            self.eval_examples,
             self.tokenizer,
             max_prompt_tokens=self.config.data.max_prompt_tokens,
             chat=self.chat,
@@ -222,27 +227,34 @@ class Session:
     def open(self) -> Session:
         """Take the output directory, write config.json and open ledger, metrics and stores.
 
-        Raises `ConfigError` for what `Parts.check` finds, before anything is written; `OutputError`
-        if the directory cannot be written or another run is inside; and `CheckpointError` if
-        `checkpoint.resume` does not fit what is there.
+        Raises, before anything is written, `ConfigError` for what `Parts.check` finds, and
+        `DataError` where processes have read different files; `OutputError` if the directory cannot
+        be written, another run is inside, or another process of this one sees another directory
+        there; and `CheckpointError` if `checkpoint.resume` does not fit what is there.
         """
         if self._stack is not None:
             return self
         with ExitStack() as stack:
             # Processes tell each other about their devices at the first use: all at once, now.
             jax.devices()
+            require_same(self.parts)
             # The others come after the first, which takes the directory for all of them.
+            marks = [b""]
             for turn in (hosts.index() == 0, hosts.index() > 0):
-                hosts.together("opening the run", lambda turn=turn: self._enter(stack, turn))
+                enter = functools.partial(self._enter, stack, turn, marks[0])
+                marks = hosts.together("opening the run", enter)
             self._stack = stack.pop_all()
         return self
 
-    def _enter(self, stack: ExitStack, turn: bool) -> bytes:
-        """Open everything if it is this process's turn."""
+    def _enter(self, stack: ExitStack, turn: bool, mark: bytes) -> bytes:
+        """Open everything if it is this process's turn; the first one gives the mark by which the
+        others know its folder."""
         if turn:
             self.parts.check()
             if hosts.index() == 0:
                 stack.enter_context(self.run_dir)
+            else:
+                self.run_dir.find_mark(mark)
             if hosts.count() > 1:
                 current().set_logs(self.run_dir.logs)
             self.checkpoints = CheckpointStore(
@@ -261,7 +273,8 @@ class Session:
             self.ledger = stack.enter_context(Ledger(self.run_dir.ledger_of(hosts.index())))
             self.store = WeightStore(self.run_dir.weights)
             self.tracker = stack.enter_context(Tracker(self._writers()))
-        return b""
+        leads = turn and hosts.index() == 0 and hosts.count() > 1
+        return self.run_dir.leave_mark() if leads else b""
 
     def close(self) -> None:
         """Write what is kept and let other runs into the directory; may be repeated."""

@@ -16,7 +16,7 @@ from jaxrl.config import kinds
 from jaxrl.errors import ConfigError
 
 GIB = 2**30
-_NAME = re.compile(r"(\d+)x(\d+)(?:x(\d+))?")
+_NAME = re.compile(r"([0-9]{1,9})x([0-9]{1,9})(?:x([0-9]{1,9}))?")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-import math
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
@@ -21,6 +20,9 @@ CONNECT_S = 5.0
 
 ANSWER_S = 15.0
 """Seconds beyond the wait that was asked for in which a server must say what it serves."""
+
+
+_MOST_FLOAT = float(np.finfo(np.float32).max)
 
 
 class CutError(Exception):
@@ -134,7 +136,14 @@ class RemoteServer:
     def _understanding(self):
         try:
             yield
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        except (
+            LookupError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            OverflowError,
+            RecursionError,
+        ) as error:
             raise DriverError(
                 f"{self.url} gave an answer that makes no sense: {type(error).__name__}: {error}"
             ) from error
@@ -163,26 +172,36 @@ def _request(tokens: np.ndarray, params: SamplingParams) -> dict[str, Any]:
 def _told(body: Any) -> Told:
     if body["state"] == "loading" and "serving" not in body:
         return Told("loading")
-    newest = body["newest"]
+    newest, loading = body["newest"], body["loading"]
+    if loading is not None:
+        _whole(loading, "loading")
+    if type(body["follows"]) is not bool:
+        raise ValueError(f"follows={body['follows']!r} must be true or false")
     return Told(
         state=str(body["state"]),
         serving=_version(body["serving"]),
         newest=None if newest is None else _version(newest),
-        loading=body["loading"],
+        loading=loading,
         problem=str(body["problem"]),
         follows=body["follows"],
-        max_length=int(body["max_length"]),
-        room=int(body["room"]),
+        max_length=_whole(body["max_length"], "max_length", 1),
+        room=_whole(body["room"], "room", 1),
         logprobs=str(body["logprobs"]),
         model_meaning=dict(body["model_meaning"]),
     )
 
 
 def _version(record: Any) -> WeightVersion:
-    number, digest = record["number"], record["digest"]
-    if type(number) is not int or not isinstance(digest, str):
-        raise ValueError(f"{record!r} is no version")
+    number, digest = _whole(record["number"], "number"), record["digest"]
+    if not isinstance(digest, str):
+        raise ValueError(f"digest={digest!r:.100} must be text")
     return WeightVersion(number, digest)
+
+
+def _whole(value: Any, name: str, least: int = 0) -> int:
+    if type(value) is not int or value < least:
+        raise ValueError(f"{name}={value!r:.100} must be a whole number of at least {least}")
+    return value
 
 
 def _completion(body: Any, params: SamplingParams) -> tuple[Completion, list[WeightVersion]]:
@@ -196,8 +215,8 @@ def _completion(body: Any, params: SamplingParams) -> tuple[Completion, list[Wei
         raise ValueError(f"{len(tokens)} tokens with {sizes}")
     if not all(type(value) is int and 0 <= value < 2**31 for value in (*tokens, *numbers)):
         raise ValueError("tokens and versions must be whole numbers of 31 bits")
-    if not all(type(value) in (int, float) and math.isfinite(value) for value in logprobs):
-        raise ValueError("log-probabilities must be finite numbers")
+    if not all(type(value) in (int, float) and abs(value) <= _MOST_FLOAT for value in logprobs):
+        raise ValueError("log-probabilities must be finite numbers of 32 bits")
     if reason not in ("stop", "length") or (reason == "stop") != (tokens[-1] in params.stop_tokens):
         raise ValueError(f"finish_reason {reason!r} after token {tokens[-1]}")
     versions = [_version(record) for record in body["weight_versions"]]

@@ -31,11 +31,13 @@ def make_mesh(
     Auto: the compiler derives the sharding of intermediates (`with_sharding_constraint` guides it).
 
     Raises `ValueError`, with the numbers, for a size that is not a positive integer or -1, a
-    second -1, and sizes that do not multiply to the number of devices.
+    second -1, sizes that do not multiply to the number of devices, and a device that comes twice.
     """
     devices = list(jax.devices() if devices is None else devices)
     sizes = dict(zip(AXES, (data, fsdp, context, tensor, expert, expert_tensor), strict=True))
     shape = resolve_sizes(sizes, len(devices))
+    if len(set(devices)) < len(devices):
+        raise ValueError(f"devices={devices}: each must be there once")
     grid = mesh_utils.create_device_mesh(
         shape, np.asarray(devices, dtype=object), allow_split_physical_axes=True
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import jax
 import pytest
 from distributed import hlo_texts
 
@@ -30,6 +31,12 @@ def get_config():
         rollout=RolloutConfig(max_new_tokens=8, slots=4, group_size=2),
     )
 """
+
+
+@pytest.fixture(autouse=True)
+def started():
+    """The command chooses the number of devices where it starts JAX; later tests need theirs."""
+    jax.devices()
 
 
 @pytest.fixture
@@ -115,6 +122,8 @@ def test_debug_collectives_of_one_recorded_program(run_folder, capsys):
         (["collectives", "{config}", "--config.mesh.data=-1"], "mesh.data=-1 takes the rest"),
         (["collectives", "{config}", "--program=trian"], "must be one of ['decode', 'prefill'"),
         (["collectives", "{config}", "--devices=3"], "(product 4)"),
+        (["collectives", "{config}", "--devices=9999999"], "at most 32768 devices, not 9999999"),
+        (["collectives", "{config}", "--config.mesh.data=99999"], "32768 devices, not 399996"),
         (["collectives", "no such file.py"], "no such file.py"),
     ],
 )
@@ -145,3 +154,35 @@ def test_record_program_replaces_same_and_survives_damage(tmp_path):
     record_program(tmp_path, "step", text)
     assert len(read_programs(tmp_path)) == 1
     record_program(tmp_path / "missing", "step", text)  # a warning
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"kind": 3},
+        {"reduction": 4},
+        {"groups": [[-1, 0]]},
+        {"groups": [["0", "1"]]},
+        {"groups": [[0, 10**12]]},
+        {"groups": [[]]},
+        {"shapes": ["ab"]},
+        {"shapes": [[1.5]]},
+        {"dtypes": []},
+        {"dtypes": [32]},
+        {"trips": None},
+        {"trips": True},
+    ],
+    ids=str,
+)
+def test_debug_collectives_of_damaged_record_is_one_line_with_the_file(run_folder, damage, capsys):
+    path = Path(run_folder) / "logs" / FILE
+    programs = json.loads(path.read_text())
+    programs[0]["collectives"][0] |= damage
+    path.write_text(json.dumps(programs))
+
+    code = main(["debug", "collectives", run_folder])
+
+    captured = capsys.readouterr()
+    assert (code, captured.out) == (2, "")
+    assert f"{path} is not a list of programs" in captured.err
+    assert captured.err.count("\n") == 1

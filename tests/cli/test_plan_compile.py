@@ -68,6 +68,9 @@ def test_plan_json_has_the_bytes_of_each_part_and_their_peak(jaxrl):
         (["--topology=v9:2x2"], "there is no chip 'v9'"),
         (["--topology=v5e:2x2", "--devices=4"], "--devices=4 cannot go with --topology=v5e:2x2"),
         (["--devices=0"], "--devices=0 must be at least 1"),
+        (["--devices=1", "--hbm-gb=1e308"], "--hbm-gb=1e+308 must be between 0.001 and 1048576"),
+        (["--devices=1", "--hbm-gb=-1"], "--hbm-gb=-1.0 must be between 0.001 and 1048576"),
+        (["--devices=1", "--hbm-gb=1e-300"], "--hbm-gb=1e-300 must be between 0.001 and 1048576"),
         (["--devices=3"], "slots=8 must be a multiple of data=3"),
         (["--devices=8", "--config.mesh.tensor=3"], "mesh.tensor=3 must be a divisor of model.n_h"),
         (

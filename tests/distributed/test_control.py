@@ -8,6 +8,7 @@ from typing import Any
 
 import hypothesis
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from distributed import hlo_texts
@@ -219,6 +220,35 @@ def test_broadcast_and_gather_are_by_source_and_rank():
         assert empty.shape == (3, 0, 3)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "bool", "complex64"])
+def test_all_gather_of_any_numeric_dtype_gives_its_values(dtype):
+    def run(control, index):
+        value = jnp.asarray([index, 1], dtype)
+        return Collectives(control, group(index), 20).all_gather(value)
+
+    for gathered in together(3, run):
+        assert gathered.dtype == jnp.dtype(dtype)
+        expected = np.asarray([[0, 1], [1, 1], [2, 1]]).astype(dtype)
+        np.testing.assert_array_equal(gathered, expected)
+
+
+def test_all_gather_of_the_other_byte_order_gives_the_values():
+    def run(control, index):
+        order = "><>"[index]
+        value = np.asarray([index + 1, 2], f"{order}i4")
+        return Collectives(control, group(index), 20).all_gather(value)
+
+    for gathered in together(3, run):
+        np.testing.assert_array_equal(gathered, [[1, 2], [2, 2], [3, 2]])
+
+
+def test_broadcast_source_of_numpy_is_the_number():
+    def run(control, index):
+        return Collectives(control, group(index), 20).broadcast(index, source=np.argmax([0, 5, 1]))
+
+    np.testing.assert_array_equal(together(3, run), [1, 1, 1])
+
+
 DIFFERENT_CALLS = {
     "shape": lambda calls: calls.all_reduce(np.zeros(4, np.float32), "sum"),
     "dtype": lambda calls: calls.all_reduce(np.zeros(3), "sum"),
@@ -271,8 +301,9 @@ def test_collectives_bad_arguments_name_the_rule():
         calls.all_reduce(1, "median")
     with pytest.raises(ValueError, match=r"source=5 must be one of \(0, 1, 2\)"):
         calls.broadcast(1, source=5)
-    with pytest.raises(ValueError, match="must be numeric"):
-        calls.all_gather(np.asarray([None]))
+    for value in (None, "text", np.datetime64("2026-01-01"), np.zeros(2, "i4,f4")):
+        with pytest.raises(ValueError, match="must be numeric"):
+            calls.all_gather(value)
     with pytest.raises(HangError, match="barrier late"):
         calls.barrier("late", timeout_s=0.1)
 

@@ -100,6 +100,19 @@ def test_meet_missing_process_is_named_on_all_that_arrived():
     assert all("process 2 of 3 did not arrive" in each for each in got)
 
 
+def test_meet_whose_coordinator_went_away_says_that_it_is_the_coordinator():
+    with socket.create_server(("127.0.0.1", 0)) as coordinator, ThreadPoolExecutor(1) as pool:
+        port = coordinator.getsockname()[1]
+        waiting = pool.submit(meet_all, hello(1), timeout_s=1.5, port=port)
+        arrived, _ = coordinator.accept()
+        arrived.sendall(b'{"missing": [2]}\n')
+        arrived.close()
+        coordinator.close()
+        (got,) = waiting.result()
+
+    assert f"process 1 cannot reach the coordinator, process 0, at 127.0.0.1:{port}" in got
+
+
 def test_meet_without_coordinator_says_where_it_looked():
     port = free_port()
 
@@ -121,10 +134,28 @@ def test_meet_port_of_another_program_is_named():
     )
 
 
-def _hang_up(server: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        while True:
-            server.accept()[0].close()
+def test_meet_where_another_program_answers_says_that_it_is_no_coordinator():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        line = b'{"missing": ["x", 2]}\n'
+        threading.Thread(target=_hang_up, args=(other, line), daemon=True).start()
+
+        (got,) = meet_all(hello(1), timeout_s=0.5, port=port)
+
+    assert "process 1 cannot reach the coordinator, process 0, at 127.0.0.1:" in got
+    assert "what listens there is not waiting for this process" in got
+
+
+def _hang_up(server: socket.socket, line: bytes = b"") -> None:
+    while True:
+        with contextlib.suppress(ConnectionError):
+            try:
+                caller, _ = server.accept()
+            except OSError:
+                return
+            with caller:
+                caller.recv(65536)
+                caller.sendall(line)
 
 
 STRANGERS = {

@@ -68,7 +68,13 @@ def test_distributed_page_examples_run(repo_root):
         (("nowhere", 2, 0), "coordinator='nowhere' must be host:port"),
         (("host:0", 2, 0), "must be host:port"),
         ((":9000", 2, 0), "must be host:port"),
-        (("h:9000", 0, 0), "num_processes=0 must be at least 1"),
+        (("host:+1", 2, 0), "must be host:port"),
+        (("host:" + 5000 * "9", 2, 0), "must be host:port"),
+        ((9000, 2, 0), "coordinator=9000 must be host:port"),
+        (("a..b:9000", 2, 1), "'a..b' cannot be the name of a machine"),
+        (("h:9000", 0, 0), "num_processes=0 must be between 1 and 1048576"),
+        (("h:9000", 1 << 40, 0), "num_processes=1099511627776 must be between 1 and 1048576"),
+        (("h:9000", np.int64(2), np.int64(-1)), "process_id=-1 must be at least 0"),
         (("h:9000", 2, -1), "process_id=-1 must be at least 0"),
         (("h:9000", True, 0), "num_processes=True must be an integer"),
         (("h:9000", 2, "0"), "process_id='0' must be an integer"),
@@ -77,6 +83,34 @@ def test_distributed_page_examples_run(repo_root):
 def test_join_bad_arguments_name_the_value_and_rule(arguments, message):
     with pytest.raises(DistributedError, match=message):
         distributed.join(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"timeout_s": 0}, "timeout_s=0 must be seconds, above 0 and at most 1e8"),
+        ({"timeout_s": float("nan")}, "timeout_s=nan must be seconds"),
+        ({"timeout_s": None}, "timeout_s=None must be seconds"),
+        ({"agree_timeout_s": float("inf")}, "agree_timeout_s=inf must be seconds"),
+        ({"watch": 5}, "watch=5 must be a Watch"),
+        ({"watch": Watch(heartbeat_s=-1)}, "watch.heartbeat_s=-1 must be seconds"),
+        ({"fingerprint": "config"}, "fingerprint='config' must be a mapping"),
+    ],
+)
+def test_join_bad_option_is_refused_also_alone(options, message):
+    with pytest.raises(DistributedError, match=re.escape(message)):
+        distributed.join(**options)
+
+
+def test_join_again_as_another_process_says_which_it_is():
+    with distributed.join() as processes:
+        assert distributed.join("127.0.0.1:1", 1, 0) is processes
+        with pytest.raises(
+            DistributedError, match="num_processes=2: this process has joined already, as process 0"
+        ):
+            distributed.join("127.0.0.1:1", 2, 0)
+        with pytest.raises(DistributedError, match="process_id=1: this process has joined"):
+            distributed.join("127.0.0.1:1", 1, 1)
 
 
 def test_join_after_first_use_of_jax_says_so():

@@ -19,6 +19,9 @@ def main() -> None:
     """Join, train, say how it ended."""
     scenario, port, count, index, folder = sys.argv[1:6]
     config = load_config(Path(folder).parent / "config.json")
+    if scenario == "apart":
+        # Relative paths name other files on each host.
+        os.chdir(Path(folder, index))
     with distributed.join(
         f"127.0.0.1:{port}",
         int(count),

@@ -4,7 +4,9 @@ all."""
 from __future__ import annotations
 
 import collections
+import dataclasses
 import json
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -14,6 +16,7 @@ from distributed.processes import Job
 from jaxrl.config import CheckpointConfig, MeshConfig
 from jaxrl.config.serialize import to_record
 from jaxrl.errors import ConfigError
+from jaxrl.orchestration import inputs
 from jaxrl.orchestration.rl import RLTrainer
 from jaxrl.orchestration.sft import SFTTrainer
 from jaxrl.weights.store import WeightStore
@@ -111,6 +114,58 @@ def test_error_in_one_process_ends_all_and_names_it(tmp_path, make_config):
     assert all(each.code not in (0, None) for each in ended), ended
     assert "process 1 failed at collecting a batch" in ended[0].text
     assert "the collector is not running" in ended[0].text
+
+
+def test_processes_that_see_other_folders_are_refused_before_anything_is_trained(
+    tmp_path, make_config
+):
+    config = dataclasses.replace(make_config(mesh=MESH), output_dir="run")
+    for host in "01":
+        # Somebody has run something there before.
+        (tmp_path / "job" / host / "run" / "logs").mkdir(parents=True)
+
+    ended = run_job(tmp_path, config, "apart", 2, 1)
+
+    assert all(each.code == 1 for each in ended), ended
+    for each in ended:
+        assert "is not the folder that process 0 writes to" in each.text
+        assert str(tmp_path / "job" / "1" / "run") in each.text
+    assert not any((tmp_path / "job" / "0" / "run" / "checkpoints").iterdir())
+
+
+def test_processes_that_read_other_data_are_refused_before_anything_is_written(
+    tmp_path, make_config, questions
+):
+    config = make_config(mesh=MESH, data={"path": "questions.jsonl"})
+    rows = questions.read_text().splitlines()
+    for host, lines in (("0", rows), ("1", rows[1:])):
+        folder = tmp_path / "job" / host
+        folder.mkdir(parents=True)
+        (folder / "questions.jsonl").write_text("\n".join(lines))
+
+    ended = run_job(tmp_path, config, "apart", 2, 1)
+
+    for each in ended:
+        assert each.code == 2, each.text
+        assert "processes read different files: training examples of questions.jsonl" in each.text
+        assert "tokenizer" not in each.text
+    assert not Path(config.output_dir).exists()
+
+
+def test_digest_of_weights_is_that_of_what_the_files_hold(tmp_path, make_config):
+    def digest(folder, data, name="model.safetensors"):
+        path = tmp_path / folder
+        path.mkdir(exist_ok=True)
+        (path / name).write_bytes(data)
+        return inputs._weights_digest(str(path))
+
+    data = np.random.default_rng(0).bytes(3 << 20)
+    other = data[:-1] + bytes([data[-1] ^ 1])
+
+    assert digest("a", data) == digest("b", data) == digest("b", b"notes", "notes.txt")
+    assert (
+        len({digest("a", data), digest("c", other), digest("d", data[:-1]), digest("e", b"")}) == 4
+    )
 
 
 def test_prompts_that_processes_cannot_share_are_refused_with_the_numbers(make_config, monkeypatch):

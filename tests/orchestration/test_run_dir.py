@@ -174,6 +174,18 @@ def test_write_atomically_failure_names_the_rule_and_keeps_the_old_file(
     assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
 
 
+def test_mark_is_found_in_the_same_folder_and_in_no_other(tmp_path):
+    with RunDir(tmp_path / "one") as one, RunDir(tmp_path / "other") as other:
+        earlier, mark = one.leave_mark(), one.leave_mark()
+        other.leave_mark()
+
+        RunDir(tmp_path / "one").find_mark(mark)
+        for folder, wanted in ((other, mark), (one, earlier), (RunDir(tmp_path / "none"), mark)):
+            with pytest.raises(OutputError, match="is not the folder that process 0") as told:
+                folder.find_mark(wanted, wait_s=0.2)
+            assert str(folder.path) in str(told.value)
+
+
 def test_write_config_that_differs_keeps_the_older_ones(tmp_path):
     run = RunDir(tmp_path)
 

@@ -42,6 +42,8 @@ def test_parse_topology_known_slice_has_these_sizes(name, dims, devices):
         ("v5e:32x8", "sizes must be from 1 to those of a pod, 16x16"),
         ("v5p:16x24x24", "sizes must be from 1 to those of a pod, 16x16x24"),
         ("v5e:0x4", "sizes must be from 1 to those of a pod, 16x16"),
+        ("v5e:" + 5000 * "9" + "x4", "must be v5e:AxB with 2 sizes"),
+        ("v5e:4x\u0663", "must be v5e:AxB with 2 sizes"),
         ("v5e:3x4", "hosts have 2x2 chips, so each size must be a multiple of theirs"),
     ],
 )

@@ -178,3 +178,14 @@ def test_estimate_falls_with_each_option_that_saves_memory():
 
     assert peaks == sorted(peaks, reverse=True)
     assert len(set(peaks)) == len(peaks)
+
+
+@pytest.mark.parametrize("mesh", [{}, {"data": 1, "context": 2}], ids=["one device", "context"])
+def test_plan_of_a_chunk_beyond_the_batch_is_that_of_the_whole_batch(mesh):
+    def logits(chunk):
+        config = small_config(mesh=mesh, train={"logprob_chunk": chunk})
+        return plan_memory(make_layout(config, 2 if mesh else 1)).programs["train"]["logits"]
+
+    tokens = 16 * 64  # all rows, each of the longest length
+
+    assert logits(10**12) == logits(tokens) == 2 * logits(tokens // 2)

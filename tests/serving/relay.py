@@ -16,13 +16,14 @@ class Relay:
 
     Of completions, `script` says what happens to the next ones: "cut" closes the connection, "hang"
     never answers, a number is a status, and a function makes another answer of the right one.
-    `deaf` cuts whatever else is asked.
+    `deaf` cuts whatever else is asked, `told` makes another answer of that about the weights.
     """
 
     def __init__(self, target: str):
         self._target = target
         self.script: list = []
         self.deaf = False
+        self.told = lambda answer: answer
         self.bodies: list[dict] = []
         self.hanging = threading.Event()
         self._loop = asyncio.new_event_loop()
@@ -46,7 +47,7 @@ class Relay:
     async def _weights(self, request):
         if self.deaf:
             request.transport.abort()
-        return await self._passed(request, None)
+        return await self._passed(request, None, self.told)
 
     async def _completions(self, request):
         body = await request.json()

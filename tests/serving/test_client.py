@@ -213,6 +213,7 @@ def _choice(**changes):
     "change",
     [
         lambda answer: "no JSON",
+        lambda answer: "[" * 100_000,
         lambda answer: {},
         lambda answer: [],
         lambda answer: answer | {"choices": []},
@@ -225,11 +226,36 @@ def _choice(**changes):
         _choice(finish_reason=None),
         _choice(logprobs=None),
         _choice(logprobs={"token_logprobs": [None] * 8, "versions": [0] * 8}),
+        _choice(logprobs={"token_logprobs": [-1e39] * 8, "versions": [0] * 8}),
         _choice(logprobs={"token_logprobs": [-1.0] * 8, "versions": [1] * 8}),
     ],
 )
 def test_answer_that_makes_no_sense_is_an_error_that_names_the_server(tiny, between, change):
     between.script = [change]
+
+    with asking(between, version=tiny.versions[0]) as sampler:
+        with pytest.raises(DriverError, match=f"{between.url} gave an answer that makes no sense"):
+            sampler.sample_blocking(PROMPT, PARAMS)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda answer: "no JSON",
+        lambda answer: "[" * 100_000,
+        lambda answer: [],
+        lambda answer: {"state": "ready"},
+        lambda answer: answer | {"serving": 3},
+        lambda answer: answer | {"serving": {"number": -1, "digest": "a"}},
+        lambda answer: answer | {"loading": [1]},
+        lambda answer: answer | {"room": 0},
+        lambda answer: answer | {"max_length": float("inf")},
+        lambda answer: answer | {"follows": "no"},
+        lambda answer: answer | {"model_meaning": 5},
+    ],
+)
+def test_weights_that_make_no_sense_are_an_error_that_names_the_server(tiny, between, change):
+    between.told = change
 
     with asking(between, version=tiny.versions[0]) as sampler:
         with pytest.raises(DriverError, match=f"{between.url} gave an answer that makes no sense"):

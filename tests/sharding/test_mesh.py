@@ -73,3 +73,10 @@ def test_make_mesh_impossible_sizes_error_gives_the_numbers(sizes, words):
 
 def test_make_mesh_numpy_integers_are_integers():
     assert make_mesh(data=np.int64(8)).shape["data"] == 8
+
+
+def test_make_mesh_device_that_comes_twice_is_an_error():
+    first = jax.devices()[0]
+
+    with pytest.raises(ValueError, match="each must be there once"):
+        make_mesh(data=2, devices=[first, first])
