@@ -177,13 +177,14 @@ class ServeOptions:
     max_length: int | None = common(
         None,
         "longest sequence in tokens, prompt and completion; none for what the model was made for, "
-        f"at most {SERVED_LENGTH}",
+        f"at most {SERVED_LENGTH}, and for what a run samples that has rollout.samplers",
         rules.at_least(2),
     )
     prefill_chunk: int = common(
         128,
         "tokens of a prompt that are computed at once, between which running sequences go on: "
-        "fewer for smoother streams, more for faster prompts",
+        "fewer for smoother streams, more for faster prompts; with rollout.samplers only between "
+        "whole prompts or their pieces of up to 256",
         rules.at_least(1),
     )
     prefix_cache_mb: int | None = common(

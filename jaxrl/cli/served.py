@@ -13,6 +13,7 @@ import jax
 
 from jaxrl.cli.options import SERVED_LENGTH, ServeOptions
 from jaxrl.cli.published import load_weights, open_parts
+from jaxrl.config import ExperimentConfig
 from jaxrl.errors import ConfigError, DriverError, JaxrlError
 from jaxrl.inference.driver import Driver
 from jaxrl.inference.engine import Engine
@@ -87,24 +88,35 @@ def _wait_for_first(run: str) -> None:
 
 def _engine(parts: Parts, options: ServeOptions) -> Engine:
     most = parts.model.config.max_length
-    length = min(most, SERVED_LENGTH) if options.max_length is None else options.max_length
+    rollout, shards = parts.config.rollout, parts.slot_shards
+    usual = parts.config.longest_sampled if rollout.samplers else min(most, SERVED_LENGTH)
+    length = usual if options.max_length is None else options.max_length
     if length > most:
         raise ConfigError(f"--max-length={length} must be at most {most}, the model's own")
-    rollout, shards = parts.config.rollout, parts.slot_shards
     slots = rollout.slots if options.slots is None else options.slots
     return Engine(
         parts.served_model,
         slots=-(-slots // shards) * shards,
         max_length=length,
-        prefill_chunk=min(options.prefill_chunk, length),
-        prefill_buckets=[size for size in rollout.prefill_buckets if size <= length],
         steps_per_dispatch=rollout.steps_per_dispatch,
         max_stop_tokens=max(8, len(parts.stop_ids)),
         top_logprobs=min(TOP_LOGPROBS, parts.model.config.vocab_size),
-        # Who samples for a run computes as its trainer would: the same programs, the same bits.
-        **({} if rollout.samplers else prefill_rows()),
         mesh=parts.sampler_mesh,
+        **_prefill(parts.config, options, length),
     )
+
+
+def _prefill(config: ExperimentConfig, options: ServeOptions, length: int) -> dict[str, Any]:
+    """The engine's options for prompts, of which the sizes change the last bits of what follows.
+
+    Who samples for a run computes as its trainer would: the same programs, the same bits.
+    """
+    sizes = config.prompt_buckets if config.rollout.samplers else config.rollout.prefill_buckets
+    buckets = [size for size in sizes if size <= length]
+    if config.rollout.samplers:
+        return {"prefill_buckets": buckets}
+    chunk = min(options.prefill_chunk, length)
+    return {"prefill_buckets": buckets, "prefill_chunk": chunk, **prefill_rows()}
 
 
 def prefill_rows() -> dict[str, int]:

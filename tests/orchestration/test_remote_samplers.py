@@ -21,8 +21,6 @@ from jaxrl.weights.store import WeightStore
 
 pytestmark = pytest.mark.distributed
 
-LENGTH = "--max-length=12"
-"""As the trainer's own engine would have it: the prompt and the completion."""
 SMALL = {"train": {"steps": 2}, "sft": {"steps": 1}, "eval": {"size": 4}, "model": {"n_layers": 1}}
 
 
@@ -72,7 +70,7 @@ def test_run_through_a_server_is_the_run_in_the_process_bit_for_bit(make_config)
     alone, config = (make_config(folder, **SMALL) for folder in ("alone", "remote"))
 
     expected = fit(alone)
-    with samplers_of(config, 1, LENGTH) as (config, _):
+    with samplers_of(config, 1) as (config, _):
         with trainer_of(config) as trainer:
             evaluations = trainer.fit()
             version = trainer.version
@@ -108,7 +106,7 @@ def test_wrong_token_is_refused_before_anything_is_trained(make_config, monkeypa
 def test_stale_run_through_two_servers_knows_the_version_of_every_token(make_config):
     config = make_config(train={"steps": 6}, checkpoint=CheckpointConfig(publish_every=0))
 
-    with samplers_of(config, 2, LENGTH, max_staleness=2) as (config, servers):
+    with samplers_of(config, 2, max_staleness=2) as (config, servers):
         version = fit(config)
 
     assert version.number == 4 + 6
@@ -127,7 +125,7 @@ def test_server_that_is_killed_and_started_again_loses_nothing(make_config, stal
     )
 
     expected = fit(alone)
-    with samplers_of(config, 1, LENGTH) as (config, (server,)):
+    with samplers_of(config, 1) as (config, (server,)):
         with trainer_of(config) as trainer:
             after_update(trainer, 2, lambda: (server.kill(), server.start()))
             trainer.fit()
@@ -146,7 +144,7 @@ def test_server_that_is_killed_and_started_again_loses_nothing(make_config, stal
 def test_server_that_stays_dead_leaves_its_work_to_the_other(make_config):
     config = make_config(train={"steps": 4})
 
-    with samplers_of(config, 2, LENGTH) as (config, servers):
+    with samplers_of(config, 2) as (config, servers):
         with trainer_of(config) as trainer:
             after_update(trainer, 1, servers[0].kill)
             trainer.fit()
@@ -159,7 +157,7 @@ def test_server_that_stays_dead_leaves_its_work_to_the_other(make_config):
 def test_run_without_its_last_server_ends_with_its_name_and_goes_on_later(make_config):
     config = make_config(train={"steps": 4}, checkpoint=CheckpointConfig(every=1))
 
-    with samplers_of(config, 1, LENGTH, wait_timeout_s=90.0) as (config, (server,)):
+    with samplers_of(config, 1, wait_timeout_s=90.0) as (config, (server,)):
         with trainer_of(config) as trainer:
 
             def die():
@@ -182,7 +180,7 @@ def test_server_of_another_run_is_refused_with_both_digests(make_config):
     other = dataclasses.replace(other, seed=5)
     fit(other)
 
-    with samplers_of(other, 1, LENGTH) as (_, (server,)):
+    with samplers_of(other, 1) as (_, (server,)):
         rollout = dataclasses.replace(config.rollout, samplers=(server.url,))
         config = dataclasses.replace(config, rollout=rollout)
         with pytest.raises(
@@ -210,7 +208,7 @@ def test_servers_follow_a_run_that_goes_back_to_its_checkpoint(make_config, monk
     def fail():
         raise RuntimeError("the machine of the trainer is gone")
 
-    with samplers_of(config, 1, LENGTH) as (config, (server,)):
+    with samplers_of(config, 1) as (config, (server,)):
         with trainer_of(config) as trainer:
             monkeypatch.setattr(trainer, "_save_after_failure", lambda: None)
             after_update(trainer, 3, fail)
@@ -236,7 +234,7 @@ def test_adapters_and_narrow_weights_are_sampled_from_as_in_the_process(make_con
     alone, config = (make_config(folder, **changes) for folder in ("alone", "remote"))
 
     expected = fit(alone)
-    with samplers_of(config, 1, LENGTH) as (config, _):
+    with samplers_of(config, 1) as (config, _):
         version = fit(config)
 
     assert_same_samples(config, alone)
@@ -264,7 +262,7 @@ def test_two_trainer_processes_share_a_server(tmp_path, make_config):
     with RLTrainer(alone, devices=jax.devices()[:2]) as trainer:
         expected = trainer.fit()["after"].metrics()
     # The server has a device of its own, and not the mesh of the trainer.
-    flags = (LENGTH, "--config.mesh.data=1", "--config.mesh.fsdp=1")
+    flags = ("--config.mesh.data=1", "--config.mesh.fsdp=1")
     with samplers_of(config, 1, *flags, wait_timeout_s=120.0) as (config, _):
         results = said(run_job(tmp_path, config, "rl", 2, 1))
 
