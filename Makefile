@@ -7,9 +7,12 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 # Two processes: compiling, which takes most of the tests' time, uses one core. WORKERS=0 for one.
 WORKERS ?= 2
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS)
+# Tests that compile for TPU slices find the compiler here. It lies beside the environment, because
+# with it inside every command would look for a TPU.
+LIBTPU := $(abspath $(VENV))-tpu
+PYTEST := JAXRL_TEST_LIBTPU=$(LIBTPU)/libtpu/libtpu.so $(BIN)/python -m pytest -n $(WORKERS)
 
-.PHONY: help quickstart test test-slow test-tpu lint format docs slices hooks constraints clean
+.PHONY: help quickstart test test-slow lint format docs slices hooks constraints clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -17,16 +20,11 @@ help:
 quickstart: $(VENV)/.quickstart ## install, then cold start, asynchronous GRPO and evaluation (about 5 minutes)
 	$(BIN)/jaxrl train --config=configs/quickstart.py $(ARGS)
 
-test: $(VENV)/.test ## install what tests need and run the default tests
+test: $(VENV)/.test $(VENV)/.tpu ## install what tests need and run the default tests
 	$(PYTEST) $(ARGS)
 
-test-slow: $(VENV)/.test ## the tests marked slow
+test-slow: $(VENV)/.test $(VENV)/.tpu ## the tests marked slow
 	$(PYTEST) -m slow $(ARGS)
-
-# The compiler is large (700 MB), so that the tests that need it are skipped until it is asked for.
-test-tpu: $(VENV)/.test ## install the TPU compiler, and run the default tests that compile for a slice
-	$(PIP) --editable '.[tpu-compile]'
-	$(BIN)/python -m pytest tests/cli/test_plan_compile.py $(ARGS)
 
 lint: $(VENV)/.dev ## formatter and linter, without changing files
 	$(BIN)/ruff format --check .
@@ -65,6 +63,10 @@ $(VENV)/.quickstart: $(BIN)/python pyproject.toml constraints.txt
 $(VENV)/.test: $(BIN)/python pyproject.toml constraints.txt
 	$(PIP) --editable '.[test]'
 	@touch $@ $(VENV)/.quickstart
+
+# Where there is none for the machine, those tests are skipped.
+$(VENV)/.tpu: $(BIN)/python constraints.txt
+	@$(PIP) --no-deps --upgrade --target $(LIBTPU) libtpu && touch $@ || echo "The TPU compiler (libtpu) cannot be installed: tests that need it are skipped."
 
 $(VENV)/.dev: $(BIN)/python pyproject.toml constraints.txt
 	$(PIP) --editable '.[dev]'

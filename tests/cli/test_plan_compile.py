@@ -136,8 +136,8 @@ def test_compile_with_a_library_that_is_not_there_names_it(jaxrl, monkeypatch):
 
 def run_compile(repo_root, *arguments):
     """A process of its own: the compiler's settings are read when jax is imported."""
-    need_tpu_compiler()
-    env = {**os.environ, "PYTHONPATH": str(repo_root), "JAX_OPTIMIZATION_LEVEL": "O1"}
+    library = need_tpu_compiler()
+    env = {**os.environ, **library, "PYTHONPATH": str(repo_root), "JAX_OPTIMIZATION_LEVEL": "O1"}
     command = [sys.executable, "-m", "jaxrl", "compile", *arguments]
     return subprocess.run(command, cwd=repo_root, env=env, capture_output=True, text=True)
 

@@ -38,9 +38,9 @@ def test_large_run_is_planned_to_fit_its_slice(path):
 @pytest.mark.slow
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_large_run_compiles_for_its_slice_fits_and_needs_about_what_was_planned(path, repo_root):
-    need_tpu_compiler()
+    library = need_tpu_compiler()
     command = [sys.executable, "-m", "jaxrl", "compile", "--json"]
-    env = {**os.environ, "PYTHONPATH": str(repo_root)}
+    env = {**os.environ, **library, "PYTHONPATH": str(repo_root)}
     env.pop("JAX_OPTIMIZATION_LEVEL", None)  # as programs that run are compiled
 
     done = subprocess.run(
