@@ -141,4 +141,4 @@ def test_experts_on_mesh_compute_little_more_than_what_was_chosen_and_send_it_on
     text = compiled.as_text()
     assert len(re.findall(r"= \(?f32.* all-to-all\(", text)) == 4  # there and back, twice
     gathered = re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(", text)
-    assert gathered == [f"{E},{D}"]  # the router; neither tokens nor experts
+    assert gathered == [f"{D},{E}"]  # the router; neither tokens nor experts
