@@ -42,9 +42,11 @@ def on_one_device(x, weights):
 
 def make_inputs(rows, length, routing):
     rng = np.random.default_rng(0)
-    x = rng.normal(size=(rows, length, D)).astype(np.float32)
+    # Eighths in tokens and router: scores are then exact, in whatever order they are summed.
+    x = (rng.normal(size=(rows, length, D)) * 8).round().astype(np.float32) / 8
     x[..., 0] = 1  # so that the router's first column is added to the scores
     weights = [rng.normal(size=shape).astype(np.float32) for shape in SHAPES]
+    weights[0] = (weights[0] * 8).round() / 8
     weights[0][:, 0] = routing
     return jnp.array(x), Weights(*map(jnp.array, weights))
 
