@@ -8,7 +8,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 # Two processes: compiling, which takes most of the tests' time, uses one core. WORKERS=0 for one.
 WORKERS ?= 2
 # Tests that compile for TPU slices find the compiler here. It lies beside the environment, because
-# with it inside every command would look for a TPU.
+# with it inside every command would look for a TPU. `TPU=` leaves it out.
+TPU ?= 1
 LIBTPU := $(abspath $(VENV))-tpu
 PYTEST := JAXRL_TEST_LIBTPU=$(LIBTPU)/libtpu/libtpu.so $(BIN)/python -m pytest -n $(WORKERS)
 
@@ -20,10 +21,10 @@ help:
 quickstart: $(VENV)/.quickstart ## install, then cold start, asynchronous GRPO and evaluation (about 5 minutes)
 	$(BIN)/jaxrl train --config=configs/quickstart.py $(ARGS)
 
-test: $(VENV)/.test $(VENV)/.tpu ## install what tests need and run the default tests
+test: $(VENV)/.test $(if $(TPU),$(VENV)/.tpu) ## install what tests need and run the default tests
 	$(PYTEST) $(ARGS)
 
-test-slow: $(VENV)/.test $(VENV)/.tpu ## the tests marked slow
+test-slow: $(VENV)/.test $(if $(TPU),$(VENV)/.tpu) ## the tests marked slow
 	$(PYTEST) -m slow $(ARGS)
 
 lint: $(VENV)/.dev ## formatter and linter, without changing files
