@@ -12,7 +12,8 @@ from jaxrl.models.spread import Spread, mesh_axes
 
 _FEWEST = 256
 """Tokens of a device in one round, unless fewer are asked for: each round reads and writes the
-whole gradient of the weight, in float32, which with fewer takes longer than the products."""
+whole gradient of the weight, in float32, which with fewer takes longer than the products by the
+peak and bandwidth of a v5e chip (docs/decisions/0018)."""
 
 
 def chunk_width(chunk: int, rows: int, devices: int = 1) -> int:
